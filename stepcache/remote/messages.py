@@ -25,6 +25,7 @@ _ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""
 MAX_MESSAGE_BYTES = 1 << 30
+_ARRAY = tuple[str, list[int], int]  # Dtype, shape and place.
 BLOCKS = "blocks"
 """Field of a body: where blocks of shared memory are."""
 
@@ -204,7 +205,7 @@ def receive_array(
         MalformedMessageError: there is no such array.
         OSError: its memory is gone.
     """
-    if not plain.fits(row, tuple[str, list[int], int]):
+    if not plain.fits(row, _ARRAY):
         raise MalformedMessageError("an array has no type, shape and place")
     name, shape, place = row
     if name not in DTYPES or any(n < 0 for n in shape):

@@ -107,7 +107,6 @@ class ExportedRule:
         types, *self._programs = plain.unpack(sent)
         self.identity: str = self._programs.pop() if len(self._programs) > 2 else ""
         self.state_types: list[LeafType] = [tuple(each) for each in types]
-
         self._loaded: dict[int, Any] = {}
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

@@ -36,6 +36,9 @@ _PAGE_BYTES = 4096
 _OPENED_AT_MOST, _OPENED_BYTES = 512, 4 << 30
 
 
+_PLACE = tuple[int, int, int, int, int]
+
+
 class Place(NamedTuple):
     """The address of a block for other processes: in a file that this process has open."""
 
@@ -48,8 +51,7 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, row: Any) -> Place:
         """Returns the address that a message brings. Raises `MalformedMessageError` for none."""
-        is_place = plain.fits(row, tuple[int, int, int, int, int])
-        if not is_place or not 0 < row[-1] < 1 << 62:
+        if not plain.fits(row, _PLACE) or not 0 < row[-1] < 1 << 62:
             raise MalformedMessageError("a block has no place")
         return cls(*row)
 
