@@ -75,8 +75,6 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return self._made_stand_in
 
-    # ---- as of an array --------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self._type.shape
@@ -149,8 +147,6 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._fetched(only_look=True)
         return self
 
-    # ---- looked at -------------------------------------------------------------------------------
-
     def _fetched(self, *, only_look: bool = False) -> list[np.ndarray]:
         connection, now = self._connection, self._connection.runs
         what = [self.ref(now)], now, [self._stand_in], self._incarnation
@@ -203,12 +199,9 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         return format(np.asarray(self)[()], spec)
 
     def __repr__(self) -> str:
-        return f"RemoteArray({self.dtype.name}{list(self.shape)}, {self._state()})"
-
-    def _state(self) -> str:
-        if not self._is_held:
-            return "donated"
-        return f"on the tasks, output {self._index} of run {self._run}"
+        there = f"on the tasks, output {self._index} of run {self._run}"
+        state = there if self._is_held else "donated"
+        return f"RemoteArray({self.dtype.name}{list(self.shape)}, {state})"
 
     def __del__(self) -> None:
         if getattr(self, "_is_held", False):
@@ -226,12 +219,7 @@ def fetch_refs(
 ) -> list[np.ndarray]:
     """Fetches what some references name, given the types of all arrays in turn.
 
-    Args:
-        connection: to the tasks that hold them.
-        refs, run: see `Connection.fetch`.
-        stand_ins: the types.
-        incarnation: of these tasks.
-        only_look: fetch nothing, and raise if one is not there.
+    The other arguments are those of `Connection.fetch`.
 
     Raises:
         TaskError: the step that makes one has failed, or it was donated.
@@ -241,22 +229,15 @@ def fetch_refs(
     count = 1 if whole else connection.about["tasks"]
     rows = connection.fetch(refs, run, count, incarnation, only_look=only_look)
     if whole or only_look:
-        return [_readable(data) for _, _, data in sorted(rows, key=lambda row: row[0])]
+        found = (data for _, _, data in sorted(rows, key=lambda row: row[0]))
+        return [data.copy() if data.nbytes < 1 << 20 else data for data in found]
     made: list[Any] = [None] * len(stand_ins)
     for index, bounds, data in rows:
-        shape = _data_shape(stand_ins[index], data)
         if made[index] is None:
-            made[index] = np.empty(shape, data.dtype)
+            shape = stand_ins[index].shape
+            made[index] = np.empty((*shape, *data.shape[len(shape) :]), data.dtype)
         made[index][tuple(slice(*each) for each in bounds)] = data
     return made
-
-
-def _data_shape(stand_in: jax.ShapeDtypeStruct, data: np.ndarray) -> tuple[int, ...]:
-    return (*stand_in.shape, *data.shape[len(stand_in.shape) :])
-
-
-def _readable(data: np.ndarray) -> np.ndarray:
-    return data.copy() if data.nbytes < 1 << 20 else data
 
 
 def _is_replicated(stand_in: Any) -> bool:

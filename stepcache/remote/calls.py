@@ -84,8 +84,7 @@ class Arguments:
     """The arguments of a call, with stand-ins for what lives on the tasks.
 
     Attributes:
-        given: the arguments.
-        shown: the arguments with stand-ins.
+        given, shown: the arguments without and with stand-ins.
         sources: what each stand-in stands for, by its identity.
     """
 
@@ -130,12 +129,9 @@ class Arguments:
 
 
 class CallPlan:
-    """How calls that look alike are made.
+    """How calls of a step that look alike are made.
 
     Attributes:
-        name: of the step.
-        request: the call.
-        program: its program.
         rows: for each leaf of the arguments, where variables are one leaf: the number of its first
             leaf in the program, how many it has there, and its type if it is sent.
         writes: which variables are written: number, first output, number of outputs.
@@ -183,14 +179,10 @@ def _leaves_in(leaf: Any) -> int:
 
 
 class Outputs:
-    """What becomes of the outputs of a run.
-
-    Args:
-        program: whose they are.
-        carried: the arguments that are carried, as they were given.
+    """What becomes of the outputs of a run of a program, which carries some arguments.
 
     Attributes:
-        written: the variables among these.
+        written: the variables among these arguments.
     """
 
     def __init__(self, program: RemoteProgram, carried: list[Any]):

@@ -52,11 +52,9 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int | None, step:
             continue
         for leaf in leaves_of(name, item):
             value: Any = leaf.value
-            if isinstance(value, RemoteArray):
-                leaves.append(_row(leaf, value.ref(now)))
-            else:
-                data = values.add(np.asarray(value))
-                leaves.append(_row(leaf, ["f", data]))
+            is_there = isinstance(value, RemoteArray)
+            ref = value.ref(now) if is_there else ["f", values.add(np.asarray(value))]
+            leaves.append(_row(leaf, ref))
     count = connection.about["tasks"]
     body = {"directory": str(root), "keep": keep, "step": step, "leaves": leaves, "about": about}
     connection.ask(Kind.SAVE, now, values.blob, count, **body, **values.fields)
@@ -135,7 +133,7 @@ def write(
     Args:
         about: the body of the message.
         find: returns the arrays that a reference names.
-        value_of: returns an array that travels with the message.
+        value_of: returns an array that the message brings.
     """
 
     def collected() -> list[Leaf]:
@@ -163,8 +161,7 @@ def read(
     """Reads a checkpoint, together with the other tasks.
 
     Args:
-        about: the body of the message.
-        mesh: that its specs are of.
+        about: the body of the message, with specs of `mesh`.
         find: returns the arrays that a reference names, or what stands for lost ones.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -115,32 +115,30 @@ class Client:
         for each in (self.failed, self.asked, self.forms, self.blocks):
             each.clear()
 
-    def add_form(self, number: int, form: Form) -> None:
-        """Remembers a call form. The oldest of too many is forgotten, as all others do."""
-        self.forms[number] = form
-        while len(self.forms) > MAX_FORMS:
-            self.forms.popitem(last=False)
+    def form(self, number: int, about: dict[str, Any]) -> Form:
+        """Returns the call form of a run, which it brings itself, or an earlier run has brought.
+
+        The oldest of too many is forgotten, as all others do who know them.
+        """
+        if (new := Form.of(about)) is not None:
+            self.forms[number] = new
+            while len(self.forms) > MAX_FORMS:
+                self.forms.popitem(last=False)
+        if number not in self.forms:
+            raise MalformedMessageError(f"there is no call form {number}")
+        return self.forms[number]
 
     def with_blocks(
         self, message: Message, about: dict[str, Any]
     ) -> tuple[Message, list[np.ndarray]]:
-        """Opens the shared memory that a command brings.
+        """Opens the shared memory that a command and its body name; raises `OSError` if it cannot.
 
-        Args:
-            message: the command.
-            about: its body.
-
-        Returns:
-            The command, which names the memory as this process has opened it; and the memory.
-
-        Raises:
-            OSError: it cannot be opened.
+        Returns the command, which names the memory as this process has opened it; and the memory.
         """
         if not (places := places_in(about)):
             return message, []
         passed = [self.opened.passed_on(place) for place in places]
-        rows = [list(astuple(place)) for place, _ in passed]
-        body = packed(**{**about, BLOCKS: rows})
+        body = packed(**{**about, BLOCKS: [place for place, _ in passed]})
         return message._replace(body=body), [data for _, data in passed]
 
     def reached(self, task: int, number: int) -> bool:
@@ -165,15 +163,10 @@ class Client:
             del self.failed[number]
 
     def answers(self, task: int, number: int, why: str) -> tuple[str, list[int]] | None:
-        """Notes the answer of a task to what all do together.
+        """Notes the answer of a task to a command, which may be one that all do together.
 
-        Args:
-            task: the task.
-            number: of the command, which may be another one.
-            why: it failed; empty if it did not.
-
-        Returns:
-            What happened and on which tasks, if these have come apart.
+        Returns what happened and on which tasks, if these have come apart. `why` is empty if the
+        command has not failed.
         """
         if (asked := self.asked.get(number)) is None:
             return None
@@ -207,28 +200,21 @@ class Client:
         cancel, self.cancel = self.cancel, None
         return cancel, min(cancel.last, max(cancel.begun.values()))
 
-    def apart(self, run: int, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
-        """Returns what to say of a run that failed on some tasks alone, and these."""
-        return self._apart(f"run {run}", tasks, why)
-
-    def apart_in(self, asked: Asked) -> tuple[str, list[int]]:
-        """Returns what to say of what all do together, where some have failed, and these."""
-        return self._apart(asked.kind.name.lower(), asked.failed, next(iter(asked.failed.values())))
-
-    def _apart(self, what: str, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
+    def apart(self, what: str, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
+        """Returns what to say of a command that failed on some tasks alone, and these."""
         who = ", ".join(f"task {task}" for task in sorted(tasks))
         return f"{what} of {self} failed on {who} alone: {why}", sorted(tasks)
 
-    def done_by_some(self) -> tuple[int, set[int], str] | None:
-        """Returns a run that failed on some tasks and that others have done; None for none.
+    def apart_in(self, asked: Asked) -> tuple[str, list[int]]:
+        """Returns the same of what all do together."""
+        return self.apart(asked.kind.name.lower(), asked.failed, next(iter(asked.failed.values())))
 
-        Returns:
-            Its number, the tasks on which it failed, and why.
-        """
+    def done_by_some(self) -> tuple[str, list[int]] | None:
+        """Returns the same of a run that others have done; None for none."""
         for number, (tasks, why) in self.failed.items():
             others = (done for task, done in enumerate(self.done) if task not in tasks)
             if any(done >= number for done in others):
-                return number, tasks, why
+                return self.apart(f"run {number}", tasks, why)
         return None
 
     def __str__(self) -> str:
@@ -240,16 +226,13 @@ def failed_alone(
 ) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
     """Returns commands that failed on some tasks, and that the others have come to.
 
-    Those may wait in a collective, for ever.
-
-    Returns:
-        By client, kind and number: what happened, and the tasks on which the command failed.
+    Those may wait in a collective, for ever. By client, kind and number, it is what `apart` says.
     """
     found = {}
     for number, client in clients.items():
         for run, (tasks, why) in client.failed.items():
             if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
-                found[number, "run", run] = client.apart(run, tasks, why)
+                found[number, "run", run] = client.apart(f"run {run}", tasks, why)
         for n, asked in client.asked.items():
             # The tasks that have not answered have done all runs that came before.
             if asked.failed and all(

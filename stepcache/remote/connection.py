@@ -22,10 +22,7 @@ _FREE_BYTES = 64 << 20
 
 
 class Connection(Link):
-    """Sends the commands of this process, and receives replies. Thread-safe.
-
-    Args:
-        *args, **options: see `Link`.
+    """Sends the commands of this process, and receives replies. Thread-safe. Made as a `Link`.
 
     Attributes:
         sent_bytes: bytes of messages, and of the values that they bring.
@@ -54,7 +51,7 @@ class Connection(Link):
         *,
         is_step: bool = False,
     ) -> int:
-        """Starts a run, after `make_room`.
+        """Starts a run, after `make_room`. Returns its number.
 
         Args:
             incarnation: of the tasks whose arrays the run refers to.
@@ -63,9 +60,6 @@ class Connection(Link):
             values: that the run brings.
             kind: `PUT` keeps arrays without a program.
             is_step: whether it may be cancelled.
-
-        Returns:
-            Its number.
 
         Raises:
             RankLostError: these tasks were lost.
@@ -77,7 +71,7 @@ class Connection(Link):
             data = Message(*identity, form, body, values.blob).encoded()
             self.runs = number  # Before it is sent: no other run may have this number.
             if values.kept or len(values.blob) > INLINE_BYTES:
-                self.sent_bytes["values"] += values.shared_bytes
+                self.sent_bytes["values"] += sum(block.data.size for block in values.kept)
                 self._kept.append((number, values.kept, len(values.blob)))
                 self._kept_bytes += len(values.blob)
             self.sent_bytes["runs"] += self.send(data)
@@ -113,12 +107,7 @@ class Connection(Link):
             self.wait_until(has_room, incarnation)
 
     def wait(self, number: int, incarnation: int = 0) -> None:
-        """Waits until a run of this client is done.
-
-        Raises:
-            RankLostError: the tasks were lost.
-            DeadlineError: it was not done in time.
-        """
+        """Waits until a run of this client is done, as `wait_until` does."""
         if self.done < number:
             self.wait_until(lambda: self.done >= number, incarnation)
 
@@ -147,14 +136,13 @@ class Connection(Link):
         incarnation: int = 0,
         **about: Any,
     ) -> list[Message]:
-        """Sends a command, and waits for the replies to it.
+        """Sends a command with the body `about`, and waits for the replies to it.
 
         Args:
             kind, value, blob: of the command.
             count: how many replies there will be, unless the coordinator refuses.
             number: of the command; by default the next one.
             incarnation: of the tasks that it is for; by default of those that are there.
-            **about: its body.
 
         Raises:
             RankLostError: the tasks were lost.
@@ -184,17 +172,11 @@ class Connection(Link):
         return found
 
     def define(self, about: dict[str, Any], exported: bytes) -> tuple[int, dict[str, Any]]:
-        """Has a program compiled by all tasks, and sends it if they do not know it.
-
-        Returns:
-            Its number, and what the tasks say of it.
-        """
+        """Has a program compiled by all tasks. Returns its number, and what the tasks say of it."""
         (answer,) = self.ask(Kind.PROGRAM, **about)
         if answer.kind is Kind.NEED_PROGRAM:
             (answer,) = self.ask(Kind.PROGRAM, blob=exported, **about)
         return answer.value, answer.data(dict[str, Any])
-
-    # ---- values ----------------------------------------------------------------------------------
 
     def values(self) -> Values:
         """Returns a place for the values of a message."""
@@ -203,17 +185,13 @@ class Connection(Link):
     def fetch(
         self, refs: Sequence[Any], run: int, count: int, incarnation: int, *, only_look: bool
     ) -> list[list[Any]]:
-        """Fetches arrays.
+        """Fetches arrays. Returns rows of index, bounds and data, from all tasks.
 
         Args:
             refs: what to fetch, as call forms say it, seen from run `run`.
-            run: a number.
             count: how many tasks have parts of them: one, or all.
             incarnation: of these tasks.
             only_look: fetch nothing, and raise if one is not there.
-
-        Returns:
-            For each array rows of its bounds and data, from all tasks.
         """
         with self.lock:
             self._fetching.add(number := next(self._numbers))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.remote.clients import MAX_NAME, Asked, Client, Form, failed_alone
+from stepcache.remote.clients import MAX_NAME, Asked, Client, failed_alone
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
@@ -79,8 +79,6 @@ class Coordinator:
         """Whether all tasks have joined."""
         return len(self._joined) == self.tasks
 
-    # ---- tasks -----------------------------------------------------------------------------------
-
     def started(self) -> None:
         """Notes that the tasks are being started. All that they held is gone."""
         self.incarnation += 1
@@ -122,7 +120,7 @@ class Coordinator:
         elif kind is Kind.DONE and client is not None:
             if client.reached(task, message.number):
                 output.clients.append((message.client, message._replace(number=client.told)))
-            self._look_at_failures(client, output)
+            output.lost = client.done_by_some()
         elif kind is Kind.HOLD and client is not None:
             if (found := client.has_begun(task, message.number, message.value)) is not None:
                 cancel, after = found
@@ -134,7 +132,7 @@ class Coordinator:
             why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
             if kind is Kind.FAILED and message.value in (Kind.RUN, Kind.PUT):
                 client.fails(task, message.number, why)
-                self._look_at_failures(client, output)
+                output.lost = client.done_by_some()
             elif kind is Kind.DATA or message.value in _ASKED:
                 output.lost = client.answers(task, message.number, why)
         elif kind is Kind.DROP and message.client in self._left:
@@ -146,11 +144,6 @@ class Coordinator:
             del self._left[message.client]  # No command is left that names its memory.
             output.listeners.append(Message(Kind.DROP, message.client, self.incarnation))
         return output
-
-    def _look_at_failures(self, client: Client, output: Output) -> None:
-        """Gives the tasks up if they have come apart: a run failed on some, and not on others."""
-        if client.failed and (found := client.done_by_some()) is not None:
-            output.lost = client.apart(*found)
 
     def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
         """Returns commands that failed on some tasks, and that the others have come to."""
@@ -178,14 +171,8 @@ class Coordinator:
             texts.append(f"task {task}: {', '.join(behind) or 'has nothing to do'}")
         return "; ".join(texts)
 
-    # ---- clients ---------------------------------------------------------------------------------
-
     def from_client(self, number: int, message: Message) -> Output:
-        """Takes a message of a client.
-
-        Args:
-            number: of the client; 0 if it has not introduced itself.
-            message: the message.
+        """Takes a message of a client; of number 0 if that has not introduced itself.
 
         Returns:
             What to send. Of a client that introduces itself the first message is its own.
@@ -277,8 +264,6 @@ class Coordinator:
         reply = Message(Kind.REFUSED, number, *about, body)
         return Output(clients=[(number, reply)])
 
-    # ---- variables -------------------------------------------------------------------------------
-
     def _open(self, number: int, client: Client, message: Message) -> Output:
         about = message.data(dict[str, Any])
         name, leaves = about.get("name"), about.get("leaves")
@@ -286,12 +271,9 @@ class Coordinator:
             raise MalformedMessageError("variables have no name, or no types")
         own = self._variables.setdefault(client.watches or _owner(number, client), {})
         found = own.get(name)
-        is_new = found is None
-        if found is None and client.watches:
+        if (is_new := found is None) and client.watches:
             return self._refuse(number, message, f"there are no variables {name!r}", "unknown")
-        if found is not None and not leaves:
-            leaves = found.leaves
-        if found is not None and found.leaves != leaves:
+        if found is not None and leaves and found.leaves != leaves:
             why = f"variables {name!r} are there, with other leaves"
             return self._refuse(number, message, why, "other leaves")
         if found is None:
@@ -301,8 +283,6 @@ class Coordinator:
         body = packed(new=is_new, version=found.version, leaves=found.leaves)
         reply = Message(Kind.OPENED, number, self.incarnation, message.number, found.number, body)
         return Output(clients=[(number, reply)])
-
-    # ---- commands --------------------------------------------------------------------------------
 
     def _command(self, number: int, client: Client, message: Message) -> Output:
         self.counts["commands"] += 1
@@ -321,7 +301,11 @@ class Coordinator:
                 client.broken = f"memory of this client cannot be opened: {first_line(error)}"
                 return self._refuse(number, message, client.broken, "broken")
         if kind is Kind.RUN:
-            self._note_run(client, message, about)
+            form = client.form(message.value, about)
+            client.latest = form.program
+            for each in form.writes:
+                if (found := self._by_variable.get(each)) is not None:
+                    found.version += 1
         elif kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
             found.version += 1
         elif kind in _ASKED:
@@ -331,17 +315,6 @@ class Coordinator:
             if blocks:
                 client.blocks.append((message.number, blocks))
         return Output([message])
-
-    def _note_run(self, client: Client, message: Message, about: dict[str, Any]) -> None:
-        if (form := Form.of(about)) is not None:
-            client.add_form(message.value, form)
-        form = client.forms.get(message.value)
-        if form is None:
-            raise MalformedMessageError(f"there is no call form {message.value}")
-        client.latest = form.program
-        for each in form.writes:
-            if (found := self._by_variable.get(each)) is not None:
-                found.version += 1
 
     def _program(self, number: int, message: Message) -> Output:
         program = self._programs.defined(message)
@@ -357,8 +330,6 @@ class Coordinator:
         program.is_sent = True
         body = program.number, program.body, program.blob
         return Output([Message(Kind.PROGRAM, 0, self.incarnation, 0, *body)])
-
-    # ---- what it holds ---------------------------------------------------------------------------
 
     def processes(self) -> list[tuple[int, str]]:
         """Returns the number and the process of each client."""

@@ -42,7 +42,6 @@ class Link:
         find: returns the address of the coordinator; by default it is in the directory.
 
     Attributes:
-        where: as given.
         shares: whether the coordinator can open memory of this process.
         about: what the tasks are: their number, devices and platform.
         incarnation: of the tasks; raised each time they are started; 0 while they are.
@@ -89,8 +88,6 @@ class Link:
             self.close()
             raise
 
-    # ---- connecting ------------------------------------------------------------------------------
-
     def _connect(self, deadline: float) -> None:
         while (channel := self._opened_channel()) is None:
             if time.monotonic() > deadline:
@@ -131,8 +128,6 @@ class Link:
             if self._channel is not None:
                 self._channel.close(for_all=not is_forked)
             self._channel = None
-
-    # ---- messages --------------------------------------------------------------------------------
 
     def _used(self) -> Channel[Message]:
         if self._channel is None:
@@ -242,8 +237,7 @@ class Link:
     def raise_if_lost(self, incarnation: int = 0) -> None:
         """Raises `RankLostError` once after tasks were lost. Later calls use the new ones.
 
-        Args:
-            incarnation: of the tasks that the caller waits for; 0 for any.
+        The caller waits for the tasks of an incarnation; 0 for any.
         """
         if self._is_told and incarnation in (0, self.incarnation):
             return
@@ -259,9 +253,8 @@ class Link:
     def ready(self) -> int:
         """Waits until the tasks can take commands. Returns their incarnation.
 
-        Raises:
-            RankLostError: tasks were lost since the last call.
-            TaskError: they have not started in time.
+        Raises `RankLostError` if some were lost since the last call, `TaskError` if they do
+        not start in time.
         """
         self._receive(0)
         self.raise_if_lost()
@@ -276,10 +269,9 @@ class Link:
         Args:
             is_so: whether what is waited for has come.
             incarnation: of the tasks that are waited for; by default of those that are there.
-            has_deadline: whether the wait ends at the session's deadline.
+            has_deadline: whether it raises `DeadlineError` after the session's deadline.
 
         Raises:
-            DeadlineError: it has.
             RankLostError: the tasks were lost.
         """
         incarnation, started, asked = incarnation or self.incarnation, time.monotonic(), 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import astuple
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from stepcache.errors import TaskError
 from stepcache.serving.messages import DTYPES, MalformedMessageError
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock, private
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool, private
 from stepcache.storage import plain
 from stepcache.units import readable_bytes
 
@@ -26,6 +25,7 @@ _ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""
 MAX_MESSAGE_BYTES = 1 << 30
+_ARRAY = tuple[str, list[int], int]  # Dtype, shape and place.
 BLOCKS = "blocks"
 """Field of a body: where blocks of shared memory are."""
 
@@ -89,11 +89,7 @@ class Message(NamedTuple):
     blob: bytes | bytearray = b""
 
     def encoded(self) -> bytes:
-        """Returns the message as bytes, for `decode`.
-
-        Raises:
-            TaskError: they are too many.
-        """
+        """Returns the message as bytes, for `decode`. Raises `TaskError` if they are too many."""
         kind, client, incarnation, number, value, body, blob = self
         sizes = len(body), len(blob)
         if (body or blob) and self.size_bytes > MAX_MESSAGE_BYTES:
@@ -110,11 +106,7 @@ class Message(NamedTuple):
         return HEADER_BYTES + len(self.body) + len(self.blob)
 
     def data(self, kind: Any = Any) -> Any:
-        """Returns the body, unpacked.
-
-        Raises:
-            MalformedMessageError: it is no plain data of this kind.
-        """
+        """Returns the body, unpacked. Raises `MalformedMessageError` if it is not of this kind."""
         try:
             found = plain.unpack(self.body)
         except Exception:
@@ -127,8 +119,7 @@ class Message(NamedTuple):
 def decode(received: bytearray) -> Message | None:
     """Takes the first message out of what was received; None if it has not arrived as a whole.
 
-    Raises:
-        MalformedMessageError: it is no message, so that nothing which follows can be decoded.
+    After a `MalformedMessageError`, nothing that follows can be decoded.
     """
     if len(received) < HEADER_BYTES:
         return None
@@ -156,9 +147,6 @@ def packed(**fields: Any) -> bytes:
     return plain.pack(fields)
 
 
-# ---- values ------------------------------------------------------------------------------------
-
-
 class Values:
     """The values that a message brings: small ones in its blob, large ones in shared memory.
 
@@ -175,12 +163,7 @@ class Values:
         self._pool = pool
         self.blob = bytearray()
         self.fields: dict[str, list[Any]] = {}
-        self.kept: list[SharedBlock] = []
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of what is in shared memory."""
-        return sum(block.data.size for block in self.kept)
+        self.kept: list[Block] = []
 
     def add(self, array: np.ndarray) -> list[Any]:
         """Adds an array. Returns how the body describes it: its dtype, its shape, and its place.
@@ -201,46 +184,35 @@ class Values:
             block.data[:] = raw
             self.kept.append(block)
             where = -len(self.kept)
-            self.fields.setdefault(BLOCKS, []).append(list(astuple(place)))
+            self.fields.setdefault(BLOCKS, []).append(place)
         return [array.dtype.name, list(array.shape), where]
 
 
 def places_in(about: dict[str, Any]) -> list[Place]:
-    """Returns the places of the blocks that a body names.
-
-    Raises:
-        MalformedMessageError: it names other things.
-    """
+    """Returns the places of the blocks that a body names."""
     rows = about.get(BLOCKS, [])
-    if not plain.fits(rows, list[tuple[int, int, int, int, int]]):
+    if not isinstance(rows, list):
         raise MalformedMessageError("a block has no place")
-    return [Place(*row) for row in rows]
+    return list(map(Place.of, rows))
 
 
 def receive_array(
     row: Any, about: dict[str, Any], opened: Opened, blob: bytes | bytearray
 ) -> np.ndarray:
-    """Returns an array that `Values.add` has described, without a copy. It is read only.
-
-    Args:
-        row: the description.
-        about, blob: of the message.
-        opened: maps shared memory.
+    """Returns an array that `Values.add` has described by `row`, without a copy. It is read only.
 
     Raises:
         MalformedMessageError: there is no such array.
         OSError: its memory is gone.
     """
-    if not plain.fits(row, list[Any]) or len(row) != 3:
+    if not plain.fits(row, _ARRAY):
         raise MalformedMessageError("an array has no type, shape and place")
     name, shape, place = row
-    if name not in DTYPES or not plain.fits(shape, list[int]) or any(n < 0 for n in shape):
+    if name not in DTYPES or any(n < 0 for n in shape):
         raise MalformedMessageError(f"no array can be {name}{shape}")
     dtype = DTYPES[name]
     count = math.prod(shape)
     size_bytes = dtype.itemsize * count
-    if not plain.fits(place, int):
-        raise MalformedMessageError("an array has no place")
     if place >= 0:
         if place > len(blob) - size_bytes:
             raise MalformedMessageError(f"there are no {size_bytes} bytes at {place} of the blob")
@@ -248,8 +220,7 @@ def receive_array(
     rows, number = about.get(BLOCKS), -1 - place
     if not isinstance(rows, list) or number >= len(rows):
         raise MalformedMessageError(f"there is no block {number}")
-    (block,) = places_in({BLOCKS: [rows[number]]})
-    raw = opened.locked(block)
+    raw = opened.locked(Place.of(rows[number]))
     if raw.size != size_bytes:
         raise MalformedMessageError(f"{raw.size} bytes are no {name}{shape}")
     return raw.view(dtype).reshape(shape)

@@ -37,11 +37,7 @@ class _Program:
 
 
 class Programs:
-    """The programs of all clients, by their digests. The least recently used ones are dropped.
-
-    Args:
-        tasks: how many there are.
-    """
+    """The programs of all clients, by their digests. The least recently used ones are dropped."""
 
     def __init__(self, tasks: int):
         self._tasks = tasks
@@ -85,11 +81,7 @@ class Programs:
         return self._programs.pop(digest).waiting if digest is not None else []
 
     def defined(self, message: Message) -> _Program | None:
-        """Returns the program that a client names; None if its bytes are missing.
-
-        Raises:
-            MalformedMessageError: there is no digest, or it is not that of the bytes.
-        """
+        """Returns the program that a client names by its digest; None if its bytes are missing."""
         about = message.data(dict[str, Any])
         digest, name = about.get("digest"), about.get("name")
         if not isinstance(digest, bytes) or not isinstance(name, str):

@@ -7,12 +7,9 @@ as a call of an actor takes ten times as long. Import this module only where Ray
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +20,7 @@ from stepcache.remote.task_group import TaskGroup
 from stepcache.storage.load_markers import Process
 
 try:
-    from stepcache.serving.ray_transport import NAMESPACE, initialise
+    from stepcache.serving.ray_transport import NAMESPACE, cause, initialise, run_actor, start_actor
 except VariablesError as error:
     raise TaskError(error.what, where="the target ray:NAME", hint=error.hint) from error
 
@@ -58,11 +55,7 @@ class _Launched:
         self.why = ""
 
     def pod_address(self) -> str:
-        """Returns where the pod can meet on the machine of this task.
-
-        Raises:
-            TaskError: Ray has not placed the task in time.
-        """
+        """Returns where the pod can meet on the machine of this task."""
         try:
             return ray.get(self._actor.pod_address.remote(), timeout=_PLACE_SECONDS)
         except GetTimeoutError:
@@ -87,11 +80,7 @@ class _Launched:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until the process has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not.
-        """
+        """Waits until the process has ended; raises `subprocess.TimeoutExpired` if it has not."""
         if self._run is not None and not _are_there(self._run, timeout):
             raise subprocess.TimeoutExpired("a task", timeout or 0)
         return self.poll() or 0
@@ -106,12 +95,7 @@ def _are_there(reference: Any, timeout: float | None) -> bool:
 
 
 class RayTasks(TaskGroup):
-    """Runs tasks in actors.
-
-    Args:
-        tasks: how many tasks.
-        devices: how many devices of each, where these are CPUs.
-        options: of each actor, as Ray takes them: `num_gpus`, `resources`, ...
+    """Runs tasks in actors; the arguments are those of `start`.
 
     Attributes:
         address, key: what clients have to know.
@@ -150,15 +134,10 @@ class CoordinatorActor:
         self._size = tasks, devices
         self._tasks = RayTasks(tasks, devices, options)
         self._has_given_up = False  # As the tasks end before they have joined.
-        self._thread = threading.Thread(target=self._run, name="stepcache tasks", daemon=True)
-        self._thread.start()
+        run_actor("the coordinator of tasks", self._run)
 
     def _run(self) -> None:
-        try:
-            self._tasks.run()
-        except BaseException as error:
-            print(f"the coordinator of tasks ends: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # Ray starts it again.
+        self._tasks.run()
         self._has_given_up = True
 
     @ray.method(max_task_retries=-1)
@@ -173,9 +152,6 @@ class CoordinatorActor:
             "devices": devices,
             "has given up": self._has_given_up,
         }
-
-
-# ---- actors --------------------------------------------------------------------------------------
 
 
 def start(name: str, tasks: int, devices: int, **options: Any) -> dict[str, Any]:
@@ -196,20 +172,12 @@ def start(name: str, tasks: int, devices: int, **options: Any) -> dict[str, Any]
         TaskError: they cannot be started, or others of this name run.
     """
     initialise()
-    actor_class: Any = ray.remote(CoordinatorActor)
-    actor = actor_class.options(
-        name=_actor_name(name),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=0,
-        get_if_exists=True,
-    ).remote(tasks, devices, options)
+    actor = start_actor(_actor_name(name), CoordinatorActor, tasks, devices, options)
     try:
         found: dict[str, Any] = ray.get(actor.about.remote())
     except RayActorError as error:
-        got = str(error).strip().splitlines()[-1]
-        raise TaskError("the tasks cannot be started", where=f"ray:{name}", got=got) from error
+        what = "the tasks cannot be started"
+        raise TaskError(what, where=f"ray:{name}", got=cause(error)) from error
     if (found["tasks"], found["devices"]) != (tasks, devices):
         raise TaskError(
             "tasks of this name run already",

@@ -100,11 +100,7 @@ def open_target(
 
 
 def size_of(text: str) -> tuple[int, int]:
-    """Returns the number of tasks, and of devices of each, that a text such as `2x4` says.
-
-    Raises:
-        OptionError: it does not.
-    """
+    """Returns how many tasks, and devices of each, a text such as `2x4` says."""
     found = _SIZE.fullmatch(text)
     tasks, devices = map(int, found.groups()) if found else (0, 0)
     if not (tasks and devices):

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from stepcache import jaxcompat
@@ -30,10 +29,9 @@ from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.connection import Connection
-from stepcache.remote.messages import Values, packed
+from stepcache.remote.messages import packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
-from stepcache.remote.variables import hold, master_of, placed, state_places
-from stepcache.variables.packing import is_key_type
+from stepcache.remote.variables import fed, hold, master_of, placed, state_places
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
 
@@ -55,14 +53,9 @@ class Planned(NamedTuple):
 
 
 class Target:
-    """The tasks of a session.
-
-    Args:
-        connection: to them.
-        mesh: of their devices.
+    """The tasks of a session, and the mesh of their devices.
 
     Attributes:
-        connection, mesh: as given.
         number: different for each, for JAX's keys.
         session: returns the session; None if it is gone.
         lock: held while a call is made, so that runs are numbered in the order in which they refer
@@ -95,8 +88,6 @@ class Target:
         """Returns the master of new variables on the tasks; see `variables.hold`."""
         with self.lock:
             return hold(self, name, tree, placement, placer, prefix)
-
-    # ---- variables -------------------------------------------------------------------------------
 
     def check_policies(self, variables: Variables) -> None:
         """Raises `OptionError` for what has no effect where the value is where steps run."""
@@ -166,13 +157,8 @@ class Target:
         engine = self._engines[key]
         return lambda *args: self.call(engine, engine.scope(), args, {})
 
-    # ---- a call ----------------------------------------------------------------------------------
-
     def call(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Any:
-        """Starts a step on the tasks.
-
-        Returns:
-            Its outputs: `RemoteArray`s, and the variables that it carried.
+        """Starts a step on the tasks. Returns `RemoteArray`s, and the variables that it carried.
 
         Raises:
             RankLostError: tasks were lost since the last call.
@@ -254,7 +240,7 @@ class Target:
                     taken.append(leaf)
             else:
                 refs.add_feed()
-                feeds.append(_fed(leaf, feed, values))
+                feeds.append(fed(leaf, feed, values))
         if len(set(map(id, taken))) != len(taken):
             raise CarryError(
                 f"{plan.name} is given the same array in several places, and writes over it",
@@ -284,8 +270,6 @@ class Target:
         while len(self._forms) > MAX_FORMS:  # As all others do who know them.
             del self._forms[next(iter(self._forms))]
         return plan.outputs.tree(connection, incarnation, run)
-
-    # ---- programs --------------------------------------------------------------------------------
 
     def _known(self, request: Request) -> RemoteProgram | None:
         return self._programs.get((self.connection.incarnation, request.key))
@@ -379,11 +363,3 @@ class Target:
 
 def _added(value: Any, update: Any) -> Any:
     return jax.tree.map(jax.numpy.add, value, update)
-
-
-def _fed(value: Any, leaf: Any, values: Values) -> Any:
-    """Adds a value to a message. Returns how the body describes it."""
-    if is_key_type(leaf.dtype):
-        data = np.asarray(jax.random.key_data(value))
-        return [values.add(data), str(jax.random.key_impl(value))]
-    return values.add(np.asarray(value, leaf.dtype))

@@ -68,11 +68,7 @@ class Task:
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def run(self) -> None:
-        """Carries out commands.
-
-        Raises:
-            OSError: the coordinator has ended.
-        """
+        """Carries out commands. Raises `OSError` when the coordinator has ended."""
         while True:
             message = self._channel.receive()
             if message is not None:
@@ -101,8 +97,6 @@ class Task:
         self._send(Message(Kind.FAILED, message.client, 0, message.number, value, rest))
         if kind in (Kind.RUN, Kind.PUT):
             self._pending.append((message.client, message.number, None))
-
-    # ---- runs ------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Waits for the oldest run that was dispatched, and reports it."""
@@ -225,8 +219,6 @@ class Task:
             each.pop(message.client, None)
         self._send(Message(Kind.DROP, message.client))
 
-    # ---- programs --------------------------------------------------------------------------------
-
     def _mesh(self, code: Any) -> jax.sharding.Mesh:
         names, sizes, kinds = (tuple(each) for each in code)
         if (names, sizes, kinds) not in self._meshes:
@@ -245,8 +237,6 @@ class Task:
         self._programs[message.value] = program = Program(about, message.blob, mesh)
         body = packed(specs=program.compile(), devices=len(jax.devices()))
         self._send(Message(Kind.READY, 0, 0, 0, message.value, body))
-
-    # ---- what clients look at --------------------------------------------------------------------
 
     def _fetch(self, message: Message) -> None:
         about = message.data(dict[str, Any])
@@ -343,12 +333,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: Sequence[str], key: bytes = b"") -> None:
-    """Runs a task.
-
-    Args:
-        arguments: as of the command.
-        key: without which the coordinator takes no connection; empty if only its user can connect.
-    """
+    """Runs a task, given the arguments of the command, and the key of `TaskGroup`."""
     address, rank, tasks, devices, pod, incarnation = arguments
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_num_cpu_devices", int(devices))  # Of other platforms all are used.

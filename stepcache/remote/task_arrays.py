@@ -34,12 +34,9 @@ class Arrays:
             self._outputs[client, number] = arrays
 
     def look_up(self, client: int, number: int, ref: Sequence[Any]) -> list[Any]:
-        """Returns the arrays that a reference names, or what stands for them.
+        """Returns the arrays that a reference of run `number` names, or what stands for them.
 
-        Args:
-            client: who names them.
-            number: of the run that names them.
-            ref: `["v", variable]`, or `["o", runs ago, first, count]`.
+        The reference is `["v", variable]`, or `["o", runs ago, first, count]`.
         """
         if ref[0] == "v":
             return self._variables.get(ref[1], [_MISSING])

@@ -48,13 +48,12 @@ class Launched(Protocol):
 class TaskGroup:
     """Runs tasks, and passes on what clients ask of them, until it is stopped.
 
+    An engine says how they are started, and how they end: `_launched` to `_is_needed`.
+
     Args:
         listener: a bound stream socket, which the group then owns.
         tasks: how many tasks.
         key: what clients and tasks have to send first; empty where the socket is private.
-
-    Attributes:
-        coordinator: the state machine.
     """
 
     logs = "their logs"
@@ -72,8 +71,6 @@ class TaskGroup:
         self._failures, self._had_clients = 0, False
         self._alone: dict[tuple[int, str, int], float] = {}  # Failed on some tasks; since when.
         self._start()
-
-    # ---- of an engine ----------------------------------------------------------------------------
 
     def _launched(self) -> Sequence[Launched]:
         """Starts the tasks of this incarnation."""
@@ -94,8 +91,6 @@ class TaskGroup:
     def _is_needed(self) -> bool:
         """Whether somebody needs the tasks."""
         return True
-
-    # ---- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Passes messages on until `stop`, or until nobody needs the tasks any more."""
@@ -218,8 +213,6 @@ class TaskGroup:
                 process.kill()
                 process.wait()
             self._sweep()
-
-    # ---- processes -------------------------------------------------------------------------------
 
     @property
     def _incarnation(self) -> int:

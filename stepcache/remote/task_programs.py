@@ -48,9 +48,7 @@ class Program:
     def left_out(self, leaves: list[Any], rest: Failed) -> list[Any]:
         """Returns the outputs of a call that is not made, or fails: the carry is as it was given.
 
-        Args:
-            leaves: the arguments.
-            rest: stands for all other outputs, and for a carry that the call has donated.
+        `rest` stands for all other outputs, and for a carry that the call has donated.
         """
         outputs: list[Any] = [rest] * self.outputs
         for output, number in enumerate(self._carried):

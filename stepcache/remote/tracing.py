@@ -54,11 +54,7 @@ class TracedStep:
         return [*self.pins, *[None] * (len(self.out_avals) - len(self.pins))]
 
     def exported(self, platform: str, name: str) -> bytes:
-        """Returns the program as bytes.
-
-        Raises:
-            TaskError: it has effects, such as callbacks, which need this process.
-        """
+        """Returns the program as bytes. Raises `TaskError` if it has effects, such as callbacks."""
         try:
             with jax.sharding.use_abstract_mesh(self._mesh):
                 made = export.export(self._jitted, platforms=(platform,))(*self.stand_ins)

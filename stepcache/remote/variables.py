@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from stepcache import jaxcompat
 from stepcache.errors import TaskError, VariablesError
 from stepcache.jaxcompat.call_codec import encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray, fetch_refs
-from stepcache.remote.messages import Kind, packed
+from stepcache.remote.messages import Kind, Values, packed
 from stepcache.variables.describing import Parameters, blank, describe, named_leaves, placer_of
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
@@ -104,14 +105,12 @@ class RemoteMaster(Master):
     def apply(
         self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
     ) -> None:
-        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
-        meter[SERVER_LINK] += sum(np.asarray(leaf).nbytes for leaf in own)
+        meter[SERVER_LINK] += _sent_bytes(leaves)
         self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
-        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
-        moved = links(0, 0, sum(np.asarray(leaf).nbytes for leaf in own))
         way = ("client", "tasks", "update", "the tasks compute", ())
+        moved = links(0, 0, _sent_bytes(leaves))
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def store(self, leaves: Sequence[Any]) -> int:
@@ -122,43 +121,26 @@ class RemoteMaster(Master):
     def _store(self, leaves: Sequence[Any]) -> int:
         connection = self._connection
         self._incarnation = connection.ready()
-        own = [leaf for leaf in leaves if not isinstance(leaf, RemoteArray)]
-        size_bytes = 0
-        if own:
-            slots = [
-                slot
-                for slot, leaf in zip(self.layout.slots, leaves, strict=True)
-                if not isinstance(leaf, RemoteArray)
-            ]
-            size_bytes = sum(slot.size_bytes for slot in slots)
-            run = self._put(own, slots)
-        now, index, refs = connection.runs, 0, []
-        for leaf in leaves:
-            if isinstance(leaf, RemoteArray):
-                refs.append(leaf.ref(now))
-            else:
-                refs.append(["o", now - run, index, 1])
-                index += 1
+        pairs = zip(self.layout.slots, leaves, strict=True)
+        own = [(slot, leaf) for slot, leaf in pairs if not isinstance(leaf, RemoteArray)]
+        run = self._put(own) if own else 0
+        now, indices = connection.runs, itertools.count()
+        refs = [
+            leaf.ref(now) if isinstance(leaf, RemoteArray) else ["o", now - run, next(indices), 1]
+            for leaf in leaves
+        ]
         connection.command(Kind.BIND, self.number, now, refs=refs)
         for leaf in leaves:
             if isinstance(leaf, RemoteArray):
                 leaf.donated()
         self._run = now
-        return size_bytes
+        return sum(slot.size_bytes for slot, _ in own)
 
-    def _put(self, leaves: Sequence[Any], slots: Sequence[Slot]) -> int:
+    def _put(self, rows: Sequence[tuple[Slot, Any]]) -> int:
         self._connection.make_room(self._incarnation)
         values = self._connection.values()
-        feeds: list[Any] = []
-        for leaf, slot in zip(leaves, slots, strict=True):
-            if is_key_type(slot.dtype):
-                data = np.asarray(jax.random.key_data(leaf))
-                row = values.add(data)
-                feeds.append([row, str(jax.random.key_impl(leaf))])
-            else:
-                data = np.asarray(leaf, slot.dtype)
-                feeds.append(values.add(data))
-        specs = [spec_of(slot) for slot in slots]
+        feeds = [fed(leaf, slot, values) for slot, leaf in rows]
+        specs = [spec_of(slot) for slot, _ in rows]
         body = packed(feeds=feeds, specs=specs, mesh=self.target.mesh_code, **values.fields)
         return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
 
@@ -186,9 +168,6 @@ class RemoteMaster(Master):
         way = ("client", "tasks", "copy", "the new value is sent", reader.arguments, size)
         return (Transfer(variable, self.version + 1, *way),)
 
-    def arrays(self) -> Sequence[jax.Array]:
-        return ()
-
     def is_on_one_device(self) -> bool:
         return False
 
@@ -212,11 +191,7 @@ class RemoteMaster(Master):
 
 
 def master_of(variables: Any) -> RemoteMaster:
-    """Returns the master of variables that live on tasks.
-
-    Raises:
-        TaskError: they live elsewhere.
-    """
+    """Returns the master of variables on tasks. Raises `TaskError` if they live elsewhere."""
     master = variables._master
     if not isinstance(master, RemoteMaster):
         raise TaskError(
@@ -269,6 +244,18 @@ def placed(function: Callable[[Any], Any], places: Sequence[Any]) -> Callable[[A
         return structure.unflatten(map(jax.lax.with_sharding_constraint, leaves, places))
 
     return run
+
+
+def fed(value: Any, kind: Any, values: Values) -> Any:
+    """Adds a value of the dtype of `kind` to a message. Returns how the body describes it."""
+    if is_key_type(kind.dtype):
+        data = np.asarray(jax.random.key_data(value))
+        return [values.add(data), str(jax.random.key_impl(value))]
+    return values.add(np.asarray(value, kind.dtype))
+
+
+def _sent_bytes(leaves: Sequence[Any]) -> int:
+    return sum(np.asarray(leaf).nbytes for leaf in leaves if not isinstance(leaf, RemoteArray))
 
 
 def _zeros(slot: Slot) -> Any:

@@ -62,6 +62,10 @@ class Channel(Generic[T]):
         decode: takes the first message out of the bytes that were received; returns None if it has
             not arrived as a whole, and raises `MalformedMessageError` if it is no message.
         key: what the other end has to send first; empty where only its user can connect.
+
+    Raises:
+        OSError: what sends or receives does, once the other end has been closed.
+        MalformedMessageError: what receives does; the channel is of no use any more.
     """
 
     def __init__(
@@ -79,16 +83,7 @@ class Channel(Generic[T]):
     def to(
         cls, address: str, decode: Callable[[bytearray], T | None], key: bytes = b""
     ) -> Channel[T]:
-        """Connects to a socket.
-
-        Args:
-            address: the path of a Unix socket, or `host:port`.
-            decode: see `Channel`.
-            key: see `Channel`; sent to the other end.
-
-        Raises:
-            OSError: nobody listens there.
-        """
+        """Connects to the path of a Unix socket, or to `host:port`. `OSError` if nobody listens."""
         host, _, port = address.rpartition(":")
         if not address.startswith("/"):
             made = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
@@ -113,11 +108,7 @@ class Channel(Generic[T]):
         return len(self._unsent)
 
     def send(self, data: bytes) -> None:
-        """Sends an encoded message; what the system does not take now is kept for `flush`.
-
-        Raises:
-            OSError: the other end has been closed.
-        """
+        """Sends an encoded message; what the system does not take now is kept for `flush`."""
         sent = 0
         if not self._unsent:
             with contextlib.suppress(BlockingIOError):
@@ -126,11 +117,7 @@ class Channel(Generic[T]):
             self._unsent += data[sent:] if sent else data
 
     def flush(self) -> bool:
-        """Sends what is kept, as far as the system takes it. Returns whether it has taken all.
-
-        Raises:
-            OSError: the other end has been closed.
-        """
+        """Sends what is kept, as far as the system takes it. Returns whether it has taken all."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 sent = self._socket.send(self._unsent[:_MAX_CHUNK_BYTES], _NO_SIGNAL)
@@ -138,22 +125,13 @@ class Channel(Generic[T]):
         return not self._unsent
 
     def receive(self) -> T | None:
-        """Returns the next message; None if it has not arrived as a whole.
-
-        Raises:
-            OSError: the other end has been closed.
-            MalformedMessageError: it is no message; the channel is of no use any more.
-        """
+        """Returns the next message; None if it has not arrived as a whole."""
         while (message := self.taken()) is None and self.read():
             pass
         return message
 
     def taken(self) -> T | None:
-        """Returns the next message of what was read; None if it was not read as a whole.
-
-        Raises:
-            MalformedMessageError: as for `receive`.
-        """
+        """Returns the next message of what was read; None if it was not read as a whole."""
         if self._key and not self._is_let_in():
             return None
         return self._decode(self._received)
@@ -170,11 +148,7 @@ class Channel(Generic[T]):
         return True
 
     def read(self) -> bool:
-        """Reads what has arrived, up to some size. Returns whether there was anything.
-
-        Raises:
-            OSError: the other end has been closed.
-        """
+        """Reads what has arrived, up to some size. Returns whether there was anything."""
         try:
             chunk = self._socket.recv(self._chunk_bytes)
         except BlockingIOError:
@@ -201,11 +175,7 @@ class Channel(Generic[T]):
             waiting.poll(None if seconds is None else 1000 * seconds)
 
     def close(self, *, for_all: bool = True) -> None:
-        """Closes the socket.
-
-        Args:
-            for_all: end the connection, also for other processes that have the socket.
-        """
+        """Closes the socket; `for_all` ends it for other processes that have it too."""
         with contextlib.suppress(OSError):
             if for_all:
                 self._socket.shutdown(socket.SHUT_RDWR)

@@ -20,7 +20,6 @@ import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError, first_line
 from stepcache.serving import transport
-from stepcache.serving.held import Block
 from stepcache.serving.messages import (
     BlockLayout,
     Described,
@@ -38,6 +37,7 @@ from stepcache.serving.messages import (
     WriteRequest,
     Written,
 )
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.transport import Transport, Version
 from stepcache.serving.unsaved import Sent, Unsaved
 from stepcache.storage.load_markers import Process
@@ -83,10 +83,12 @@ class Client:
     @property
     def _lock(self) -> threading.RLock:
         if self._pid != os.getpid():  # It may be locked for ever, and numbers would come twice.
-            raise transport.forked(self.where)
+            raise VariablesError(
+                "this connection belongs to the process that this one was forked from",
+                where=self.where,
+                hint="connect in this process",
+            )
         return self._own_lock
-
-    # ---- writes --------------------------------------------------------------------------------
 
     def write(
         self,
@@ -241,8 +243,6 @@ class Client:
         _log.error(text, self.where, sent.request.name, why)
         self._unsaved.drop(sent)
 
-    # ---- reads ---------------------------------------------------------------------------------
-
     def read(
         self,
         names: Sequence[str],
@@ -251,10 +251,7 @@ class Client:
         values: bool = True,
         wires: Sequence[str] = (),
     ) -> tuple[list[Version], list[np.ndarray | None]]:
-        """Reads variables as of one moment, after all writes of this client.
-
-        Args:
-            names, known, values, wires: as in `ReadRequest`.
+        """Reads variables as of one moment, after all writes of this client; see `ReadRequest`.
 
         Returns:
             The versions, and the block of each, or None where the caller has it. A block does not
@@ -275,12 +272,8 @@ class Client:
     def rows(self, name: str, asked: np.ndarray, epoch: int = -1) -> tuple[Version, np.ndarray]:
         """Reads rows of a table, after all writes of this client.
 
-        Args:
-            name, epoch: as in `RowsRequest`.
-            asked: the block of the request, as int64.
-
-        Returns:
-            The version of the table, and the block of the rows.
+        `asked` is the block of a `RowsRequest`. Returns the version of the table, and the block of
+        the rows.
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
@@ -329,11 +322,7 @@ class Client:
         return reply
 
     def flush(self) -> None:
-        """Waits until a snapshot on disk holds all writes of this client.
-
-        Raises:
-            ServerLostError: there was no snapshot in time.
-        """
+        """Waits until a snapshot on disk holds all writes of this client."""
         deadline = time.monotonic() + self._timeout
         wanted: tuple[int, float] = 0, 0  # The epoch that has all writes, and its moment then.
         with self._lock:
@@ -351,14 +340,8 @@ class Client:
                     if time.monotonic() > deadline:
                         raise self._lost(f"has stored {status.stored:,} of {wanted[1]:,} writes in")
 
-    # ---- restarts of the host ------------------------------------------------------------------
-
     def keep(self, timeout: float = _KEPT_SECONDS) -> bool:
-        """Joins the host if it has restarted, and drops the writes that a snapshot holds.
-
-        Returns:
-            False once the client is closed.
-        """
+        """Joins a host that has restarted, and drops saved writes. Returns False once closed."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_closed:
@@ -368,8 +351,6 @@ class Client:
             finally:
                 self._lock.release()
         return not self._is_closed
-
-    # ---- requests ------------------------------------------------------------------------------
 
     def _request(self, message: Request, block: Block | None, deadline: float) -> Any:
         if self._is_closed:
@@ -381,7 +362,11 @@ class Client:
 
     def _lost(self, what: str = "has not answered in") -> ServerLostError:
         kept = f"; {self._unsaved} are kept" if self._unsaved else ""
-        return transport.lost(self.where, f"{what} {self._timeout:g} s{kept}")
+        return ServerLostError(
+            f"the host of the variables {what} {self._timeout:g} s{kept}",
+            where=self.where,
+            hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
+        )
 
     def close(self) -> None:
         """Closes the connection, once all writes are saved; after five seconds it warns instead."""

@@ -269,9 +269,8 @@ def _are_of_one_moment(versions: Iterable[Versions]) -> bool:
     return len(moments) == len({host for host, _ in rows})
 
 
-def _check_policies(placement: object, read: object, write: object, replaces: bool) -> None:
+def _check_policies(placement: Placement, read: Read, write: Write, replaces: bool) -> None:
     check_kinds(placement, read, write)
-    assert isinstance(read, Read) and isinstance(write, Write)
     if isinstance(placement, OnHost):
         raise OptionError(
             "the host's process holds the master copy",
@@ -291,7 +290,7 @@ def _check_policies(placement: object, read: object, write: object, replaces: bo
             where="variables(write=...)",
             got=repr(write),
         )
-    _check_options("variables", ("read", "route", read.route, ("auto", "each")))
+    _check_read("variables", read, route=("auto", "each"))
 
 
 def _check_name(name: object, where: str) -> None:
@@ -328,10 +327,14 @@ def _check_table_type(
             )
 
 
-def _check_every(every: object, optimizer: RowOptimizer) -> None:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        got = repr(every)
-        raise OptionError("every counts updates", where="table", expected="an int ≥ 1", got=got)
+def _check_count(name: str, given: object, counted: str) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        what, expected = f"{name} counts {counted}", "an int ≥ 1"
+        raise OptionError(what, where="table", expected=expected, got=repr(given))
+
+
+def _check_every(every: int, optimizer: RowOptimizer) -> None:
+    _check_count("every", every, "updates")
     if every > 1 and optimizer.name == "assign":
         raise OptionError(
             f"every={every} contradicts the optimizer: values to assign cannot be added up",
@@ -339,19 +342,11 @@ def _check_every(every: object, optimizer: RowOptimizer) -> None:
         )
 
 
-def _check_table_policy(read: object, cache_rows: object, dtype: np.dtype) -> None:
+def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
     check_kinds(Replicated(), read, Write())
-    assert isinstance(read, Read)
-    _check_options(
-        "table",
-        ("read", "cache", read.cache, (None, "device")),
-        ("read", "wire", read.wire, (None,)),
-        ("read", "prefetch", read.prefetch, (False,)),
-        ("read", "route", read.route, ("auto", "each")),
-    )
-    if not isinstance(cache_rows, int) or isinstance(cache_rows, bool) or cache_rows < 1:
-        got = repr(cache_rows)
-        raise OptionError("cache_rows counts rows", where="table", expected="an int ≥ 1", got=got)
+    legal = {"cache": (None, "device"), "wire": (None,), "prefetch": (False,)}
+    _check_read("table", read, **legal, route=("auto", "each"))
+    _check_count("cache_rows", cache_rows, "rows")
     if read.cache is None and cache_rows != CACHE_ROWS:
         raise OptionError(
             f"cache_rows={cache_rows} would do nothing: no rows are kept",
@@ -366,13 +361,13 @@ def _check_table_policy(read: object, cache_rows: object, dtype: np.dtype) -> No
         )
 
 
-def _check_options(where: str, *options: tuple[str, str, object, tuple]) -> None:
-    for policy, option, given, possible in options:
-        if given not in possible:
+def _check_read(where: str, read: Read, **possible: tuple) -> None:
+    for option, legal in possible.items():
+        if (given := getattr(read, option)) not in legal:
             raise OptionError(
                 f"{option}={given!r} is not supported for served {where}",
-                where=f"{where}({policy}=...)",
-                expected=" or ".join(map(repr, possible)),
+                where=f"{where}(read=...)",
+                expected=" or ".join(map(repr, legal)),
             )
 
 

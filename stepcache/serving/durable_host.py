@@ -20,7 +20,7 @@ import numpy as np
 
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving import host_directory, snapshots
-from stepcache.serving.held import Block, HostState
+from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import (
@@ -33,6 +33,7 @@ from stepcache.serving.messages import (
     Written,
 )
 from stepcache.serving.optimizers import ExportedRule
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.state_writer import StateWriter
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable
@@ -64,7 +65,6 @@ class DurableHost:
 
     Attributes:
         directory: absolute path.
-        hosts: as given.
         host: the state machine.
         counts: counters of requests, snapshots and bytes, by name.
         seconds: durations of the last requests.
@@ -138,20 +138,10 @@ class DurableHost:
         self._images.remove()  # From now on, the host may apply other writes than an image holds.
         return state
 
-    # ---- requests ------------------------------------------------------------------------------
-
     def handle(
         self, client: str, message: Request, payload: np.ndarray | None
     ) -> tuple[Reply, list[Block]]:
-        """Serves a request.
-
-        Args:
-            client: name of the client, for the log.
-            message: the request.
-            payload: the block of the request; not used after this returns.
-
-        Returns:
-            The reply, and the blocks to send with it.
+        """Serves a request of a client, as `Host.handle` does.
 
         Raises:
             VariablesError: the directory was removed or replaced.
@@ -206,8 +196,6 @@ class DurableHost:
             counts["p99 seconds"] = seconds[min(len(seconds) * 99 // 100, len(seconds) - 1)]
         return counts
 
-    # ---- recovery and snapshots ----------------------------------------------------------------
-
     @property
     def is_waiting(self) -> bool:
         """Whether `tend` has work to do soon."""
@@ -217,8 +205,7 @@ class DurableHost:
     def tend(self) -> None:
         """Ends the recovery, begins and ends snapshots, and frees memory, each when it is due.
 
-        Raises:
-            VariablesError: the directory was removed or replaced.
+        Raises `VariablesError` if the directory was removed or replaced, as `handle` does.
         """
         if time.monotonic() - self._checked > _CHECK_SECONDS:
             self._check_there()
@@ -330,25 +317,17 @@ class DurableHost:
 
 
 def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
-    """Returns the clients that have written, unless their processes surely have ended.
+    """Returns the clients, of two sources, that have written and whose processes may be alive.
 
-    Processes on other machines may always be alive.
-
-    Args:
-        known: clients with their processes.
-        state: more of them.
+    Processes on other machines always may.
     """
     processes = dict(known)
     if state is not None:
-        found = {
-            client: state.processes.get(client, "")
-            for client, last in state.applied.items()
-            if last.sequence
-        }
-        processes = found | processes
-    alive = {}
-    for client, text in processes.items():
-        process = Process.parse(text)
-        if process and not (process.is_local() and process.has_ended()):
-            alive[client] = text
-    return alive
+        for client, last in state.applied.items():
+            if last.sequence:
+                processes.setdefault(client, state.processes.get(client, ""))
+    return {
+        client: text
+        for client, text in processes.items()
+        if (process := Process.parse(text)) and not (process.is_local() and process.has_ended())
+    }

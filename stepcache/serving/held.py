@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, LeafType
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable
-
-
-class Block(Protocol):
-    """Memory of a value. It is freed or reused when no reference to it is left."""
-
-    data: np.ndarray  # Flat, of bytes.
-
-
-class Rule(Protocol):
-    """An optimizer.
-
-    Attributes:
-        state_types: types of the leaves of its state.
-        identity: equal for equal optimizers, as `optimizers.differ` compares it; empty if unknown.
-    """
-
-    state_types: list[LeafType]
-    identity: str
-
-    def init(self, value: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Returns the leaves of the initial state for a value."""
-        ...
-
-    def update(
-        self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the leaves of the new value and of the new state."""
-        ...
 
 
 @dataclass(slots=True)
@@ -46,16 +17,13 @@ class HeldVariables:
     """Variables that the host holds. A write makes new ones.
 
     Attributes:
-        layout: layout of the block of the value.
         number: the version: how often they were written.
         token: identifies the sequence of these writes. After a restart, clients may repeat writes
             in another order, so that one number can stand for two values.
         assigned: epoch and moment of the host at the last assignment. Earlier writes are not
             repeated.
-        value: block of the value.
         rule: the exported optimizer; empty for none.
-        state: block of the optimizer's state.
-        state_types: types of the leaves in it.
+        state, state_types: block of the optimizer's state, and types of the leaves in it.
     """
 
     layout: BlockLayout

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.serving import bulk
-from stepcache.serving.held import Block, HeldVariables, HostState, LastWrite, Rule
+from stepcache.serving.held import HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import (
     MAX_NAMES,
     BlockLayout,
@@ -44,7 +44,9 @@ from stepcache.serving.messages import (
     Written,
     check_name,
 )
+from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.repeats import Repeat, Repeats
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import Tables, TableStorage
 from stepcache.storage.load_markers import Process
 
@@ -70,13 +72,11 @@ class Host:
         state: the initial state.
 
     Attributes:
-        epoch: as given.
         waiting_for: clients that may have to repeat writes after a crash. Until they have, no
             client can read or write, as it would not see writes that were confirmed before.
         moment: how many writes were applied, those in the initial state included.
         saved: number of the last write of each client that a snapshot or an image holds.
         unsaved: names of the variables and tables that no snapshot or image holds.
-        tables: the tables.
         processes: the process of each client, as `Process` writes it; empty if it is malformed.
     """
 
@@ -84,7 +84,7 @@ class Host:
         self,
         epoch: int,
         allocate: Callable[[int], Block],
-        load_rule: Callable[[bytes], Rule],
+        load_rule: Callable[[bytes], ExportedRule],
         storage: TableStorage,
         state: HostState | None = None,
     ):
@@ -133,8 +133,6 @@ class Host:
         except RefusalError as error:
             return Refused(error.kind, str(error), self.epoch), []
 
-    # ---- reads ---------------------------------------------------------------------------------
-
     def _check_recovered(self) -> None:
         if self.waiting_for:
             count = len(self.waiting_for)
@@ -174,8 +172,6 @@ class Host:
         held = self._find(name)
         row = (self.epoch, held.number, held.layout.types, bool(held.rule), is_saved)
         return Described(*row, self._rule(held.rule).identity if held.rule else "")
-
-    # ---- writes --------------------------------------------------------------------------------
 
     def _join(self, request: JoinRequest) -> Joined:
         check_name(request.client)
@@ -318,8 +314,6 @@ class Host:
         self._held[name] = self._with_rule(name, made, request.rule) if request.rule else made
         self.unsaved.add(name)
 
-    # ---- optimizers ----------------------------------------------------------------------------
-
     def _updated(
         self, name: str, held: HeldVariables, update: Sequence[np.ndarray]
     ) -> tuple[Block, Block]:
@@ -351,7 +345,7 @@ class Host:
         state = self._filled(rule.state_types, leaves)
         return replace(held, rule=sent, state=state, state_types=rule.state_types)
 
-    def _rule(self, sent: bytes) -> Rule:
+    def _rule(self, sent: bytes) -> ExportedRule:
         try:
             return self._load_rule(sent)
         except Exception as error:
@@ -367,8 +361,6 @@ class Host:
         block = self._allocate(layout.size_bytes)
         layout.fill(block.data, leaves)
         return block
-
-    # ---- state and status ----------------------------------------------------------------------
 
     def state(self, *, on_disk: bool = True) -> HostState:
         """Returns the state, for a snapshot on disk or an image. Its blocks do not change."""

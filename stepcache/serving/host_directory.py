@@ -39,15 +39,7 @@ def lock(directory: Path) -> int:
 
 
 def check_there(directory: Path, descriptor: int) -> None:
-    """Checks that a locked directory is still there.
-
-    Args:
-        directory: its path.
-        descriptor: result of `lock`.
-
-    Raises:
-        VariablesError: it was removed, renamed or replaced.
-    """
+    """Raises `VariablesError` if a directory that `lock` has locked was removed or replaced."""
     try:
         is_there = file_lock.is_there(directory / _LOCK, descriptor)
     except OSError:

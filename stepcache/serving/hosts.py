@@ -70,12 +70,7 @@ def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, lis
 
 
 class Part:
-    """The part of some variables that one host holds.
-
-    Args:
-        leaves: numbers of the leaves.
-        types: types of these leaves.
-    """
+    """The part of some variables that one host holds: numbers and types of its leaves."""
 
     def __init__(self, leaves: list[int], types: Sequence[LeafType]):
         self.leaves, self._types = leaves, types
@@ -105,11 +100,7 @@ class Hosts:
 
     @property
     def clients(self) -> list[Client]:
-        """The client of each host.
-
-        Raises:
-            ServerLostError: host 0 did not answer in time.
-        """
+        """The client of each host. Raises `ServerLostError` if host 0 does not answer in time."""
         with self._lock:
             if not self._is_complete:
                 count = self._known[0].status().hosts
@@ -136,8 +127,6 @@ class Hosts:
             hint="pass the address, and connect in the other process",
         )
 
-    # ---- variables -----------------------------------------------------------------------------
-
     def described(self, name: str) -> Described | None:
         """Asks the first host of some variables to describe them; None if they do not exist."""
         return self.clients[first_host(name, len(self.clients))].describe(name)
@@ -153,9 +142,7 @@ class Hosts:
         """Opens variables, and creates the parts that do not exist yet.
 
         Args:
-            name: name of the variables.
-            types: types of all leaves.
-            leaves: initial values of the leaves.
+            types, leaves: types and initial values of all leaves.
             known: result of `described`.
             rule: the optimizer to create them with; one host then has all leaves. Variables that
                 exist keep theirs.
@@ -182,11 +169,9 @@ class Hosts:
         return versions
 
     def compare_optimizer(self, name: str, rule: bytes, replaces: bool) -> Versions | None:
-        """Compares the optimizer of open variables with an exported one.
+        """Compares the optimizer of open variables with an exported one, `rule`.
 
         Args:
-            name: name of the variables.
-            rule: the exported optimizer.
             replaces: replace an optimizer that may be another one. Otherwise, one that surely is
                 another one is an `OptimizerWarning`.
 
@@ -270,8 +255,7 @@ class Hosts:
 
         Raises:
             VariablesError: a host refused the write. Others may have applied it.
-            ServerLostError: a host did not answer in time. It gets the write with the next request
-                of this process.
+            ServerLostError: as for `Client.write`.
         """
 
         def written(host: int, part: Part) -> Version:
@@ -294,8 +278,7 @@ class Hosts:
         """Reads variables, on each host as of one moment, after all writes of this process.
 
         Args:
-            names: names of the variables.
-            known: versions that the caller has; None for none.
+            names, known: names of the variables; versions that the caller has, None for none.
             values: whether to read the values of newer versions, or the versions alone.
             wires: wire of each; by default none is coded.
 
@@ -359,14 +342,8 @@ class Hosts:
             found.update(zip(part.leaves, map(list, arrays), strict=True))
         return [found[number] for number in range(len(found))]
 
-    # ---- all hosts -----------------------------------------------------------------------------
-
     def status(self, host: int) -> Status:
-        """Asks a host for contents and counters.
-
-        Raises:
-            OptionError: there is no such host.
-        """
+        """Asks a host for contents and counters. Raises `OptionError` if there is no such host."""
         if not 0 <= host < len(self.clients):
             last = len(self.clients) - 1
             raise OptionError(

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepcache.serving.held import Block, HostState
+from stepcache.serving.held import HostState
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.snapshots import arrays_of, begun, contents
 from stepcache.storage import plain
 from stepcache.storage.private_files import write_at
@@ -43,11 +44,7 @@ class Images:
         self._paths = [directory / name for name in _NAMES]
 
     def write(self, state: HostState) -> None:
-        """Overwrites the older of the two images.
-
-        Raises:
-            OSError: the image cannot be written.
-        """
+        """Overwrites the older of the two images."""
         items, about = contents(state)
         head = plain.pack([_BOOT_ID.read_text(), about])
         path, *rest = self._paths

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
@@ -27,7 +25,7 @@ from stepcache.serving.local_transport import (
     splitter,
 )
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.shared_memory import Opened, Place, Pool, allow_many_files
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool, allow_many_files
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import replace_file, socket_path
@@ -43,7 +41,7 @@ class _Reply:
     """The last reply to a client: its number, its blocks, and where it was sent."""
 
     number: int
-    blocks: list[Any]
+    blocks: list[Block]
     channel: _Channel
 
 
@@ -85,14 +83,8 @@ class LocalServer:
         data = {"address": address, "epoch": self.host.epoch, "process": str(Process.current())}
         replace_file(self.directory / ADDRESS_FILE, json.dumps(data))
 
-    # ---- the loop ------------------------------------------------------------------------------
-
     def run(self) -> bool:
-        """Serves until `stop`, writes a last snapshot, and unlocks the directory.
-
-        Returns:
-            Whether the last snapshot holds all writes.
-        """
+        """Serves until `stop`. Returns whether its last snapshot holds all writes."""
         try:
             self.serve()
             return self._durable.finish()
@@ -138,12 +130,15 @@ class LocalServer:
     def _serve(self, channel: _Channel, frames: list[bytes]) -> None:
         started = time.perf_counter()
         self._counts["bytes received"] += sum(map(len, frames))
-        number, client = 0, ""
+        number, client, payload = 0, "", None
         try:
             number, client, place, message = _envelope(frames)
             if client in self._sent and number > self._sent[client].number:
                 del self._sent[client]  # The client has locked the blocks that it still reads.
-            payload = self._payload(place, frames)
+            if place is not None:
+                payload = self._opened.open(place)
+            elif len(frames) > 1:
+                payload = bytes_of(frames[1])
         except (MalformedMessageError, OSError) as error:
             reply: Reply = self._durable.refuse_malformed(error)
             self._send(channel, number, client, reply, [])
@@ -154,15 +149,10 @@ class LocalServer:
         self._send(channel, number, client, reply, blocks)
         self._durable.seconds.append(time.perf_counter() - started)
 
-    def _payload(self, place: Any, frames: list[bytes]) -> np.ndarray | None:
-        if place is not None:
-            return self._opened.open(Place(*place))
-        return bytes_of(frames[1]) if len(frames) > 1 else None
-
     def _send(
-        self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Any]
+        self, channel: _Channel, number: int, client: str, reply: Reply, blocks: list[Block]
     ) -> None:
-        places = [block.place and astuple(block.place) for block in blocks]
+        places = [block.place for block in blocks]
         if any(places):
             sent = self._sent.setdefault(client, _Reply(number, [], channel))
             sent.blocks.extend(blocks)
@@ -171,7 +161,7 @@ class LocalServer:
         header = plain.pack([number, places, to_plain(reply)])
         inline = [block.data for block in blocks if block.place is None]
         self._counts["bytes sent"] += len(header) + sum(each.size for each in inline)
-        self._counts["bytes shared"] += sum(each[-1] for each in places if each)
+        self._counts["bytes shared"] += sum(each.size_bytes for each in places if each)
         if channel.unsent_bytes:  # The client does not read; one that is alive asks again.
             self._counts["replies dropped"] += 1
             return
@@ -188,24 +178,15 @@ class LocalServer:
             del self._sent[client]
 
 
-def _envelope(frames: list[bytes]) -> tuple[int, str, Any, Any]:
-    """Decodes a request: its number, the client, the place of its block or None, and the message.
-
-    Raises:
-        MalformedMessageError: the frames are no request.
-    """
+def _envelope(frames: list[bytes]) -> tuple[int, str, Place | None, Any]:
+    """Decodes a request: its number, client, place of its block or None, and message."""
     if len(frames) > 2:
         raise MalformedMessageError(f"a request has 1 or 2 frames, not {len(frames)}")
     try:
         number, client, place, message = plain.unpack(frames[0])
     except Exception:
         raise MalformedMessageError("its header cannot be decoded") from None
-    fits = (
-        plain.fits(number, int)
-        and plain.fits(client, str)
-        and (place is None or plain.fits(place, tuple[int, int, int, int, int]))
-        and len(client) <= 64
-    )
-    if not fits or (place is not None and not 0 < place[-1] < 1 << 62):
+    if not plain.fits([number, client], tuple[int, str]) or len(client) > 64:
         raise MalformedMessageError("a field of its header has another type")
+    place = None if place is None else Place.of(place)
     return number, client, place, from_plain(message)

@@ -9,7 +9,6 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from stepcache.serving.messages import (
     from_plain,
     to_plain,
 )
-from stepcache.serving.shared_memory import Opened, Place, Pool, SharedBlock
+from stepcache.serving.shared_memory import Block, Opened, Place, Pool
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
 from stepcache.units import readable_bytes
@@ -53,9 +52,6 @@ def address(directory: Path) -> dict[str, Any] | None:
 def bytes_of(frame: Any) -> np.ndarray:
     """Returns the bytes of a frame, without a copy."""
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
-
-
-# ---- messages of several frames ----------------------------------------------------------------
 
 
 def joined(frames: Sequence[Any]) -> bytes:
@@ -97,12 +93,7 @@ def splitter(max_bytes: int) -> Callable[[bytearray], list[bytes] | None]:
 
 
 class LocalTransport:
-    """Sends the requests of one client to the server of a directory. Not thread-safe.
-
-    Args:
-        directory: directory of the server.
-        client: name of the client.
-    """
+    """Sends the requests of a client, given its name, to the server of a directory."""
 
     def __init__(self, directory: Path | str, client: str):
         self._directory, self._client = Path(directory).expanduser().resolve(), client
@@ -111,24 +102,16 @@ class LocalTransport:
         self._opened = Opened()
         self._pool = Pool()
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
-        """Allocates a block for a request."""
+    def allocate(self, size_bytes: int) -> Block:
         return self._pool.allocate(size_bytes)
 
-    def request(self, message: Any, block: SharedBlock | None, deadline: float) -> Received | None:
-        """Sends a request and waits for the reply. Repeats the request to each new server, and when
-        no reply comes.
+    def request(self, message: Any, block: Block | None, deadline: float) -> Received | None:
+        """See `Transport`. Repeats the request to each new server, and when no reply comes.
 
-        Args:
-            message: the request.
-            block: the value of the request; the caller must not change it before this returns.
-            deadline: by `time.monotonic`.
-
-        Returns:
-            The reply; None if none arrives in time. A request that is too large is refused here.
+        A request that is too large is refused here.
         """
         self._number += 1
-        place = astuple(block.place) if block is not None and block.place is not None else None
+        place = block.place if block is not None else None
         header = plain.pack([self._number, self._client, place, to_plain(message)])
         frames = [header] if block is None or place is not None else [header, block.data]
         if (size_bytes := sum(map(len, frames))) > MAX_REQUEST_BYTES:
@@ -219,7 +202,6 @@ class LocalTransport:
         return Received(from_plain(message), blocks)
 
     def pause(self) -> None:
-        """Sleeps before a request is repeated."""
         time.sleep(0.01)
 
     def close(self) -> None:

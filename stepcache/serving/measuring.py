@@ -69,10 +69,7 @@ def served_times(address: str) -> LinkTimes:
 def own_server(like: str) -> Iterator[str]:
     """Context manager of a server of the same engine as another one; gives its address.
 
-    The server ends with this process, however that ends.
-
-    Raises:
-        VariablesError: it does not start.
+    The server ends with this process, however that ends. `VariablesError` if it does not start.
     """
     engine = like.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="stepcache-") as directory:

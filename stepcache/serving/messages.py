@@ -6,10 +6,9 @@ their types.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import ml_dtypes
@@ -37,11 +36,7 @@ LeafType = tuple[str, list[int], str]
 
 
 class RefusalError(Exception):
-    """The host refuses a request, and changes nothing.
-
-    Attributes:
-        kind: as in `Refused`.
-    """
+    """The host refuses a request, and changes nothing. `kind` is that of `Refused`."""
 
     def __init__(self, kind: str, why: str):
         super().__init__(why)
@@ -266,7 +261,6 @@ class Written:
     """The host has applied a write, now or earlier.
 
     Attributes:
-        epoch: epoch of the host.
         moment: how many writes the host had applied after this one.
         number, token: version of the variables or of the table after this one. Others may have
             written since, if the host confirms it once more.
@@ -285,7 +279,6 @@ class Values:
     """Reply to a read: the versions, and beside them the blocks of those that the client lacks.
 
     Attributes:
-        epoch: epoch of the host.
         moment: how many writes the host has applied.
         numbers: the versions: how often each was written.
         tokens: tokens of the versions. Equal tokens stand for the same sequence of writes, and so
@@ -305,12 +298,11 @@ class Described:
     """Reply to a `DescribeRequest`.
 
     Attributes:
-        epoch: epoch of the host.
         number: version of the variables or of the table.
         types: types of the leaves; empty for a table.
         has_rule: whether they have an optimizer.
         is_saved: whether a snapshot or an image holds them.
-        optimizer: `Rule.identity` of their optimizer; empty if it has none or for a table.
+        optimizer: `ExportedRule.identity` of their optimizer; empty if it has none or for a table.
     """
 
     epoch: int
@@ -326,7 +318,6 @@ class Status:
     """Contents and counters of a host.
 
     Attributes:
-        epoch: epoch of the host.
         variables: of each, name, version, bytes of the value and of the optimizer's state, and
             number of leaves.
         clients: of each, name, process, number of the last write applied, and of the last one that
@@ -355,7 +346,6 @@ class Refused:
             "epoch", a "gap" in the client's writes, a write that "failed", or a "malformed"
             message; "recovering" while the host waits for clients to repeat lost writes.
         why: the reason, as text.
-        epoch: epoch of the host.
     """
 
     kind: str
@@ -364,24 +354,19 @@ class Refused:
 
 
 Reply = Joined | Written | Values | Described | Status | Refused
+"""Each has the epoch of the host."""
 
 _KINDS: dict[str, type] = {each.__name__: each for each in (*get_args(Request), *get_args(Reply))}
 
 
 def to_plain(message: Request | Reply) -> list[Any]:
     """Converts a message to plain data."""
-    return [
-        type(message).__name__,
-        {name: getattr(message, name) for name in _names(type(message))},
-    ]
+    names = message.__slots__
+    return [type(message).__name__, {name: getattr(message, name) for name in names}]
 
 
 def from_plain(data: Any) -> Any:
-    """Converts plain data to a message.
-
-    Raises:
-        MalformedMessageError: the data is no message.
-    """
+    """Converts plain data to a message. Raises `MalformedMessageError` for what is none."""
     try:
         name, values = data
         kind = _KINDS[name]
@@ -391,8 +376,3 @@ def from_plain(data: Any) -> Any:
     if not plain.fits(message, kind):
         raise MalformedMessageError(f"a field of {name} has another type")
     return message
-
-
-@functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind))

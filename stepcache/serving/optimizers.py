@@ -6,7 +6,6 @@ on its CPU.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -108,30 +107,21 @@ class ExportedRule:
         types, *self._programs = plain.unpack(sent)
         self.identity: str = self._programs.pop() if len(self._programs) > 2 else ""
         self.state_types: list[LeafType] = [tuple(each) for each in types]
-
-    @functools.cached_property
-    def _init(self) -> Any:
-        return _loaded(self._programs[0])
-
-    @functools.cached_property
-    def _update(self) -> Any:
-        return _loaded(self._programs[1])
+        self._loaded: dict[int, Any] = {}
 
     def init(self, value: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Returns the leaves of the initial state for a value."""
-        return self._run(self._init, list(value))
+        return self._run(0, value)
 
     def update(
         self, value: Sequence[Any], state: Sequence[Any], update: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the leaves of the new value and of the new state."""
-        return self._run(self._update, list(value), list(state), list(update))
+        return self._run(1, value, state, update)
 
-    @staticmethod
-    def _run(program: Any, *leaves: list[Any]) -> Any:
+    def _run(self, number: int, *leaves: Sequence[Any]) -> Any:
+        if number not in self._loaded:
+            exported = jax.export.deserialize(bytearray(self._programs[number]))
+            self._loaded[number] = jax.jit(exported.call)
         with jax.default_device(jax.local_devices(backend=_PLATFORM)[0]):
-            return jax.tree.map(np.asarray, program(*leaves))
-
-
-def _loaded(program: bytes) -> Any:
-    return jax.jit(jax.export.deserialize(bytearray(program)).call)
+            return jax.tree.map(np.asarray, self._loaded[number](*map(list, leaves)))

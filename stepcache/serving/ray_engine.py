@@ -12,7 +12,6 @@ set. Import this module only where Ray is used.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -26,8 +25,15 @@ from stepcache.errors import VariablesError, first_line
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_server import LocalServer
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
-from stepcache.serving.ray_transport import INLINE_BYTES, NAMESPACE, initialise
-from stepcache.serving.shared_memory import Pool, SharedBlock, private
+from stepcache.serving.ray_transport import (
+    INLINE_BYTES,
+    NAMESPACE,
+    cause,
+    initialise,
+    run_actor,
+    start_actor,
+)
+from stepcache.serving.shared_memory import Block, Pool, private
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -41,19 +47,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # iso
 
 _RECOVERY_SECONDS = 2.0  # Ray's control service takes time to tell clients of a new actor.
 # Of blocks that are in the object store too, as calls of Ray have read them.
-_references: weakref.WeakKeyDictionary[SharedBlock, Any] = weakref.WeakKeyDictionary()
+_references: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
 
 
 class About(NamedTuple):
-    """Description of an actor.
+    """Description of an actor, as of `Status` and `DurableHost`.
 
     Attributes:
-        directory: directory of its snapshots.
-        epoch: epoch of its host.
-        hosts: how many hosts share the variables.
         variables: how many variables and tables it holds.
-        moment: how many writes it has applied.
-        pid: its process, on its node.
         is_stopped: whether it was stopped, and is about to be removed.
         process: its process as `Process` writes it, if it serves the processes of its machine.
     """
@@ -97,7 +98,7 @@ class HostActor:
         self._is_stopped = False
         self._server = LocalServer(Path(directory), durable) if shares else None
         self._lock = self._server.lock if self._server else threading.Lock()
-        threading.Thread(target=self._run, name="stepcache host", daemon=True).start()
+        run_actor("the actor", self._server.serve if self._server else self._tend)
 
     def serve(self, request: bytes, payload: Any = None) -> Any:
         """Serves a request.
@@ -116,7 +117,7 @@ class HostActor:
             if self._is_stopped:
                 return None
             started, durable = time.perf_counter(), self._durable
-            blocks: list[Any] = []
+            blocks: list[Block] = []
             try:
                 client, message, payload = _unpacked(request, payload)
             except MalformedMessageError as error:
@@ -142,27 +143,13 @@ class HostActor:
 
     @ray.method(max_task_retries=-1)
     def stop(self) -> bool:
-        """Writes the last snapshot, and stops to serve.
-
-        Returns:
-            Whether the snapshot was written. If not, the actor goes on.
-        """
+        """Writes the last snapshot, and stops to serve. If it returns False, the actor goes on."""
         with self._lock:
             if not self._is_stopped:
                 self._is_stopped = self._durable.finish()
                 if self._is_stopped and self._server:
                     self._server.stop()
             return self._is_stopped
-
-    def _run(self) -> None:
-        try:
-            if self._server:
-                self._server.serve()
-            else:
-                self._tend()
-        except BaseException as error:
-            print(f"ray engine: the actor ends: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # Ray starts it again, or tells why that fails.
 
     def _tend(self) -> None:
         while not self._is_stopped:
@@ -172,7 +159,7 @@ class HostActor:
             time.sleep(TEND_SECONDS)
 
 
-def _packed(reply: Reply, blocks: list[Any]) -> Any:
+def _packed(reply: Reply, blocks: list[Block]) -> Any:
     """Packs a reply; the result of `HostActor.serve`."""
     are_small = [block.data.size < INLINE_BYTES for block in blocks]
     pairs = list(zip(blocks, are_small, strict=True))
@@ -182,7 +169,7 @@ def _packed(reply: Reply, blocks: list[Any]) -> Any:
     return (packed, held) if held else packed
 
 
-def _reference(block: SharedBlock) -> Any:
+def _reference(block: Block) -> Any:
     """Puts a block into the object store, unless it is there, and returns the reference.
 
     Private memory is freed then, and `data` is a view of the object store.
@@ -195,11 +182,7 @@ def _reference(block: SharedBlock) -> Any:
 
 
 def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
-    """Unpacks client, message and block of a request.
-
-    Raises:
-        MalformedMessageError: the data is no request.
-    """
+    """Unpacks client, message and block of a request."""
     try:
         client, data, inline = plain.unpack(request)
     except Exception:
@@ -212,9 +195,6 @@ def _unpacked(request: Any, payload: Any) -> tuple[str, Any, np.ndarray | None]:
             f"a block must be an array of bytes, not a {type(block).__name__}"
         )
     return client, from_plain(data), block
-
-
-# ---- actors --------------------------------------------------------------------------------------
 
 
 def start(
@@ -255,22 +235,18 @@ def _start(name: str, directory: str, number: int, options: dict[str, Any], shar
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     own = nodes.index(ray.get_runtime_context().get_node_id())
     node = nodes[(own + number) % len(nodes)]
-    actor_class: Any = ray.remote(HostActor)
-    actor = actor_class.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=0,  # A restart must not wait for a free CPU.
+    actor = start_actor(
+        name,
+        HostActor,
+        *(directory, options, shares),
         enable_task_events=False,  # Each request would be an entry in Ray's list of tasks.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        get_if_exists=True,
-    ).remote(directory, options, shares)
+    )
     try:
         about: Any = ray.get(actor.about.remote())
     except RayActorError as error:
         raise VariablesError(
-            "the actor could not be started", where=f"ray:{name}", got=_cause(error)
+            "the actor could not be started", where=f"ray:{name}", got=cause(error)
         ) from error
     if about.is_stopped:  # The process that stopped it was killed before it removed it.
         ray.kill(actor, no_restart=True)
@@ -314,10 +290,3 @@ def stop(name: str) -> int:
     for actor in reversed(actors):  # The first one last: `stop` asks it for their number.
         ray.kill(actor, no_restart=True)
     return sum(each.moment for each in found)
-
-
-def _cause(error: Exception) -> str:
-    """Returns the last error in the text of an actor's traceback, with the lines after it."""
-    lines = str(error).strip().splitlines()
-    found = [number for number, line in enumerate(lines) if "Error: " in line]
-    return "\n".join(lines[found[-1] :]) if found else lines[-1]

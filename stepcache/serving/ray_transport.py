@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 from stepcache.errors import VariablesError, first_line
 from stepcache.serving.local_transport import LocalTransport
 from stepcache.serving.messages import JoinRequest, Request, from_plain, to_plain
-from stepcache.serving.shared_memory import Pool, SharedBlock
+from stepcache.serving.shared_memory import Block, Pool
 from stepcache.serving.transport import Received
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
@@ -77,13 +80,40 @@ def initialise(log_to_driver: bool = False, *, starts: bool = True) -> None:
         ray.init(address="local", include_dashboard=False, **options)
 
 
+def start_actor(name: str, kind: type, *arguments: Any, **options: Any) -> Any:
+    """Starts an actor, or finds the one of this name. It runs also after this process ends.
+
+    Ray starts it again after a crash, for which it need not wait for a free CPU.
+    """
+    options |= {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    actor_class: Any = ray.remote(kind)
+    return actor_class.options(name=name, get_if_exists=True, **options).remote(*arguments)
+
+
+def run_actor(what: str, run: Callable[[], Any]) -> None:
+    """Runs the loop of an actor in a thread. The process ends with it, if it fails."""
+
+    def run_or_end() -> None:
+        try:
+            run()
+        except BaseException as error:
+            print(f"{what} ends: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # Ray starts it again, or tells why that fails.
+
+    threading.Thread(target=run_or_end, name="stepcache actor", daemon=True).start()
+
+
+def cause(error: Exception) -> str:
+    """Returns the last error in the text of an actor's traceback, with the lines after it."""
+    lines = str(error).strip().splitlines()
+    found = [number for number, line in enumerate(lines) if "Error: " in line]
+    return "\n".join(lines[found[-1] :]) if found else lines[-1]
+
+
 def _get(references: Any, deadline: float) -> Any:
     """Calls `ray.get` until a deadline, a part of a second at a time.
 
     Between two calls, Python can end the thread with its process.
-
-    Raises:
-        GetTimeoutError: the objects are not there in time.
     """
     while (left := deadline - time.monotonic()) > _TURN_SECONDS:
         with contextlib.suppress(GetTimeoutError):
@@ -92,12 +122,7 @@ def _get(references: Any, deadline: float) -> Any:
 
 
 class RayTransport:
-    """Sends the requests of one client to an actor. Not thread-safe.
-
-    Args:
-        name: name of the actor.
-        client: name of the client.
-    """
+    """Sends the requests of a client to an actor, given their names."""
 
     def __init__(self, name: str, client: str):
         self._name, self._client = name, client
@@ -109,22 +134,11 @@ class RayTransport:
         self._has_answered = True  # Its socket; else it is of no use.
         initialise()
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
-        """Allocates a block for a request."""
+    def allocate(self, size_bytes: int) -> Block:
         return self._pool.allocate(size_bytes)
 
-    def request(
-        self, message: Request, block: SharedBlock | None, deadline: float
-    ) -> Received | None:
-        """Sends a request and waits for the reply. Repeats the request if the actor restarts.
-
-        Args:
-            message: the request.
-            block: the value of the request; the caller must not change it before this returns.
-            deadline: by `time.monotonic`.
-
-        Returns:
-            The reply; None if none arrives in time.
+    def request(self, message: Request, block: Block | None, deadline: float) -> Received | None:
+        """See `Transport`. Repeats the request if the actor restarts.
 
         Raises:
             VariablesError: Ray was shut down in this process.
@@ -173,7 +187,7 @@ class RayTransport:
         self._local = LocalTransport(Path(about.directory), self._client)
 
     def _ask_locally(
-        self, message: Request, block: SharedBlock | None, deadline: float
+        self, message: Request, block: Block | None, deadline: float
     ) -> Received | None:
         """Sends a request to the socket. If there is no reply, the next one is sent by Ray."""
         assert self._local is not None
@@ -187,7 +201,7 @@ class RayTransport:
 
     # ---- calls of Ray --------------------------------------------------------------------------
 
-    def _call(self, message: Request, block: SharedBlock | None) -> list[Any]:
+    def _call(self, message: Request, block: Block | None) -> list[Any]:
         """Returns the arguments of a call."""
         is_small = block is not None and block.data.size < INLINE_BYTES
         inline = block.data.tobytes() if block is not None and is_small else None
@@ -233,7 +247,6 @@ class RayTransport:
             )
 
     def pause(self) -> None:
-        """Sleeps before a request is repeated."""
         time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:

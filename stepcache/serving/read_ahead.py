@@ -65,12 +65,7 @@ class ReadAhead:
             return error
 
     def finish(self, job: Job, master: Any) -> Arrival | None:
-        """Waits for a read, and returns its result for a master; None if it had not begun.
-
-        Raises:
-            VariablesError: the host refused the read.
-            ServerLostError: the host did not answer in time.
-        """
+        """Waits for a read. Returns its result for a master; None if it had not begun."""
         outcome = self._worker.take(job)
         if isinstance(outcome, Exception):
             raise outcome

@@ -12,20 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepcache.serving.held import Block, HeldVariables
+from stepcache.serving.held import HeldVariables
 from stepcache.serving.messages import WriteRequest
+from stepcache.serving.shared_memory import Block
 
 Apply = Callable[[HeldVariables, WriteRequest, np.ndarray], HeldVariables]
 """Returns variables after a write, given its value."""
 
 
 class Repeat(NamedTuple):
-    """A repeated write.
-
-    Attributes:
-        stamp: epoch and moment of the host when it was first applied.
-        request, block: the write, and its value.
-    """
+    """A repeated write and its value; when it was first applied: epoch and moment of the host."""
 
     stamp: tuple[int, int]
     request: WriteRequest
@@ -50,11 +46,6 @@ class Repeats:
 
         Updates come in any order. An assignment goes before the updates that followed it, and an
         optimizer applies those that followed it alone.
-
-        Args:
-            held: the variables, which do not change.
-            write: the write.
-            apply: applies one.
         """
         name = write.request.name
         before, writes = self._before.setdefault(name, held), self._writes.setdefault(name, [])

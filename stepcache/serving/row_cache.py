@@ -45,7 +45,6 @@ class RowCache:
         clock: returns the time in seconds.
 
     Attributes:
-        capacity: as given.
         reads: number of rows that were looked up.
         hits: those of them that were not sent.
     """
@@ -71,15 +70,10 @@ class RowCache:
         self._compared_seconds = np.zeros(capacity)
 
     def lookup(self, ids: np.ndarray, padded: int, fetch: Fetch) -> tuple[jax.Array, int]:
-        """Looks rows up, and pads them with rows of zeros.
-
-        Args:
-            ids: numbers of different rows, at most as many as the capacity.
-            padded: how many rows to return.
-            fetch: asks the hosts for rows whose copies may not serve.
+        """Looks different rows up, at most as many as the capacity.
 
         Returns:
-            The rows, on the device, and how many bytes were copied there.
+            The rows on the device, padded with zeros to `padded`; and how many bytes were copied.
         """
         self._lookups += 1
         places = self._find(ids)

@@ -47,11 +47,9 @@ class Served(Master):
 
     Args:
         source: reads several masters in one request.
-        hosts: the clients of all hosts.
-        name: name of the variables on the hosts.
+        hosts, name: the clients of all hosts, and the name of the variables there.
         layout: layout of the value on the devices of this process.
-        policy: which copies may serve.
-        write: how updates are coded.
+        policy, write: which copies may serve, and how updates are coded.
         version: version of the value.
 
     Attributes:
@@ -87,8 +85,6 @@ class Served(Master):
         self._ahead_links: Links = ()  # Bytes that it has moved, until a call counts them.
         self._granted: Copy | None = None  # Serves this call, of which the hosts were not asked.
         self._seen = 0  # The version that `leaves` returned last.
-
-    # ---- which copy serves ---------------------------------------------------------------------
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
         if reader.carried and not self._hosts.is_whole(self._name):
@@ -167,8 +163,6 @@ class Served(Master):
                 leaves.append(decoder(leaf.wire, buffer)(jax.device_put(parts, where)))
         return transfer.pack(leaves, self.layout, may_alias=True)
 
-    # ---- reads in the background ---------------------------------------------------------------
-
     def reads_ahead(self, reader: Reader) -> bool:
         """Returns whether the value is to be read in the background for the next step."""
         is_wanted = self._policy.prefetch and not reader.carried
@@ -195,8 +189,6 @@ class Served(Master):
             self._copies.arrived(self.version, kept, seconds)
             self._copied_at = version
 
-    # ---- a step --------------------------------------------------------------------------------
-
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = self.plan_take(variable, reader)
         return planned + self.plan_put(variable, reader) if reader.carried else planned
@@ -220,12 +212,7 @@ class Served(Master):
         return Transfer(variable, self.version, *way, extent=self._extent)
 
     def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
-        """Returns the bytes over each link of a read.
-
-        Args:
-            is_moved: the value is moved to the devices.
-            is_sent: the host sends the value.
-        """
+        """Returns the bytes over each link of a read: to the devices, and sent by the host."""
         server_bytes = self._read_coding.size_bytes if is_sent else 0
         return links(self._host_bytes if is_moved else 0, 0, server_bytes)
 
@@ -281,13 +268,6 @@ class Served(Master):
         self._ahead_links = ()
         return self._on_devices(kept) if is_on_host else kept
 
-    def described(self, *, in_program: bool) -> Packed:
-        buffers = (
-            jaxcompat.stand_in(each.shape, each.dtype, each.weak_type, each.sharding)
-            for each in self.layout.buffers
-        )
-        return Packed(self.layout, tuple(buffers))
-
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
@@ -313,8 +293,6 @@ class Served(Master):
         self._set_current(version)
         meter[SERVER_LINK] += coding.size_bytes
         self._copies.wrote(session, self.version)
-
-    # ---- the methods of `Variables` ------------------------------------------------------------
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
@@ -353,9 +331,6 @@ class Served(Master):
     def on_devices(self, meter: Meter) -> Packed:
         return transfer.pack(self.leaves(meter), self.layout)
 
-    def arrays(self) -> Sequence[jax.Array]:
-        return ()
-
     def copied(self) -> Master:
         return Master(transfer.pack(self.leaves(Meter()), self.layout))
 
@@ -364,10 +339,6 @@ class Served(Master):
 
     def _template(self, slot: Slot) -> Any:
         return blank(slot.shape, slot.dtype)
-
-    @property
-    def is_lost(self) -> bool:
-        return False
 
 
 def _decodes(buffer: Buffer) -> bool:

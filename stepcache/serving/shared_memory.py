@@ -18,10 +18,13 @@ import stat
 import struct
 import threading
 import weakref
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from stepcache.serving.messages import MalformedMessageError
+from stepcache.storage import plain
 
 INLINE_BYTES = 64 << 10
 """Smaller blocks are sent as part of a message."""
@@ -33,8 +36,10 @@ _PAGE_BYTES = 4096
 _OPENED_AT_MOST, _OPENED_BYTES = 512, 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+_PLACE = tuple[int, int, int, int, int]
+
+
+class Place(NamedTuple):
     """The address of a block for other processes: in a file that this process has open."""
 
     pid: int
@@ -42,6 +47,13 @@ class Place:
     inode: int
     offset: int
     size_bytes: int
+
+    @classmethod
+    def of(cls, row: Any) -> Place:
+        """Returns the address that a message brings. Raises `MalformedMessageError` for none."""
+        if not plain.fits(row, _PLACE) or not 0 < row[-1] < 1 << 62:
+            raise MalformedMessageError("a block has no place")
+        return cls(*row)
 
 
 class _Segment:
@@ -69,11 +81,11 @@ class _Segment:
         return None
 
 
-class SharedBlock:
-    """Memory of a value.
+class Block:
+    """Memory of a value. It is freed or reused when no reference to it is left.
 
     Attributes:
-        data: the bytes.
+        data: the bytes, in one dimension.
         place: address for other processes; None for private memory.
     """
 
@@ -83,9 +95,9 @@ class SharedBlock:
         self.data, self.place = data, place
 
 
-def private(size_bytes: int) -> SharedBlock:
+def private(size_bytes: int) -> Block:
     """Allocates a block of private memory."""
-    return SharedBlock(np.empty(size_bytes, np.uint8))
+    return Block(np.empty(size_bytes, np.uint8))
 
 
 class Pool:
@@ -100,7 +112,7 @@ class Pool:
         self._unused_bytes = 0  # Of segments without blocks.
         self._lock = threading.RLock()  # The garbage collector may free blocks at any point.
 
-    def allocate(self, size_bytes: int) -> SharedBlock:
+    def allocate(self, size_bytes: int) -> Block:
         """Allocates a block of this many bytes, of undefined content."""
         if size_bytes < INLINE_BYTES or not CAN_SHARE:
             return private(size_bytes)
@@ -109,7 +121,7 @@ class Pool:
             segment, offset = self._taken(slot_bytes)
         data = np.frombuffer(segment.map, np.uint8, size_bytes, offset)
         place = Place(os.getpid(), segment.descriptor, segment.inode, offset, size_bytes)
-        block = SharedBlock(data, place)
+        block = Block(data, place)
         weakref.finalize(block, self._give_back, segment, offset).atexit = False
         return block
 
@@ -199,34 +211,24 @@ class Opened:
         self._lock = threading.Lock()
 
     def open(self, place: Place) -> np.ndarray:
-        """Maps a block, read only. Its owner must not reuse the memory meanwhile.
+        """Maps a block, read only, whose owner must not reuse the memory meanwhile.
 
-        Raises:
-            OSError: there is no such block, or its file is not sealed.
+        Raises `OSError`, as `locked` does, if there is no such block or its file is not sealed.
         """
         return self._file(place).array(place)
 
     def locked(self, place: Place) -> np.ndarray:
-        """Maps and locks a block: its owner does not reuse the memory before the array is freed.
-
-        Raises:
-            OSError: as for `open`.
-        """
+        """Maps and locks a block: its owner does not reuse the memory before the array is freed."""
         return self._file(place).locked(place)
 
     def passed_on(self, place: Place) -> tuple[Place, np.ndarray]:
         """Maps and locks a block for other processes.
 
-        Returns:
-            The address of the block in this process, valid while the array is referred to; and the
-            array.
-
-        Raises:
-            OSError: as for `open`.
+        Returns its address in this process, valid while the array is referred to; and the array.
         """
         file = self._file(place)
         data = file.locked(place)
-        return replace(place, pid=os.getpid(), descriptor=file.descriptor), data
+        return place._replace(pid=os.getpid(), descriptor=file.descriptor), data
 
     def _file(self, place: Place) -> _OpenedFile:
         key = (place.pid, place.inode)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError, VariablesError
-from stepcache.serving.held import Block, HeldVariables, HostState, LastWrite
+from stepcache.serving.held import HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import BlockLayout
+from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable, TableType
 from stepcache.storage import plain
 from stepcache.storage.private_files import remove, sync
@@ -35,15 +36,7 @@ _log = logging.getLogger("stepcache")
 
 
 def write(directory: Path, state: HostState) -> None:
-    """Writes a snapshot, and removes all older ones but the last.
-
-    Args:
-        directory: directory of all snapshots.
-        state: state of the host.
-
-    Raises:
-        VariablesError: the snapshot cannot be written.
-    """
+    """Writes a snapshot to a directory, and removes all older ones there but the last."""
     arrays, about = contents(state)
     about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
@@ -82,8 +75,7 @@ def newest(
     hold.
 
     Args:
-        directory: directory of all snapshots.
-        allocate: makes a block of this many bytes.
+        directory, allocate: directory of all snapshots; makes a block of this many bytes.
         least: moment of the latest snapshot whose rows may be in the files of tables. Older
             snapshots are not consistent with these files.
 

@@ -11,13 +11,8 @@ from stepcache.serving.held import HostState
 class StateWriter:
     """Writes states of the host in a thread, one at a time: its snapshots, or its images.
 
-    Args:
-        name: plural noun for counts and logs.
-        write: writes a state.
-        moment: moment of the last state that was written.
-
     Attributes:
-        name: as given.
+        name: plural noun for counts and logs.
         moment: moment of the last state that was written.
     """
 

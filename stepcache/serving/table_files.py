@@ -38,11 +38,7 @@ class _Mapped(NamedTuple):
 
 
 class TableFiles:
-    """The tables of one directory.
-
-    Args:
-        directory: has a directory for each table, with a file for each array.
-    """
+    """The tables of one directory, which has a directory for each, with a file for each array."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -59,11 +55,7 @@ class TableFiles:
             raise VariablesError("a file is damaged", where=str(path), got=str(error)) from None
 
     def make(self, key: str, kind: TableType) -> None:
-        """Creates the files of a table. They are on disk when this returns.
-
-        Raises:
-            OSError: there is no space.
-        """
+        """Creates the files of a table, which are on disk then. `OSError` if there is no space."""
         size_bytes = sum(_size_bytes(*each) for each in kind.arrays().values())
         free_bytes = shutil.disk_usage(self._directory).free
         if kind.stddev and size_bytes > free_bytes:
@@ -89,11 +81,7 @@ class TableFiles:
             raise
 
     def open(self, key: str, kind: TableType) -> dict[str, np.ndarray]:
-        """Maps the arrays of a table. What is written to them stays in memory of this process.
-
-        Raises:
-            OSError: a file is missing, or has another size.
-        """
+        """Maps the arrays of a table. What is written to them stays in memory of this process."""
         arrays, self._mapped[key] = {}, []
         for name, (shape, dtype) in kind.arrays().items():
             path = self._directory / key / f"{name}.npy"
@@ -112,11 +100,7 @@ class TableFiles:
         return arrays
 
     def zeros(self, count: int) -> np.ndarray:
-        """Returns int64 zeros, mapped from an unnamed file so that the kernel can reclaim them.
-
-        Raises:
-            OSError: there is no space.
-        """
+        """Returns int64 zeros, mapped from an unnamed file so that the kernel can reclaim them."""
         if not count or not hasattr(os, "posix_fallocate"):
             return np.zeros(count, np.int64)
         with tempfile.TemporaryFile(dir=self._directory) as file:
@@ -125,15 +109,7 @@ class TableFiles:
         return np.frombuffer(mapped, np.int64)
 
     def merge(self, tables: dict[str, SavedTable], moment: int) -> None:
-        """Writes the rows of a snapshot, which is on disk, to the files.
-
-        Args:
-            tables: tables of the snapshot.
-            moment: moment of the snapshot.
-
-        Raises:
-            OSError: there is no space.
-        """
+        """Writes the rows of a snapshot, which is on disk, to the files."""
         if tables:
             replace_file(self._directory / _MOMENT, str(moment))
         for table in tables.values():
@@ -151,11 +127,9 @@ class TableFiles:
                     os.close(descriptor)
 
     def free(self, table: HeldTable, ids: np.ndarray) -> None:
-        """Frees the memory of pages on which all rows are equal to those in the files.
+        """Frees the memory of pages of a table on which all rows are equal to those in the files.
 
-        Args:
-            table: a table of the host.
-            ids: rows on these pages, in order.
+        `ids` are rows on these pages, in order.
         """
         for mapped, row_bytes in self._mapped[table.key]:
             pages = _pages(ids, row_bytes)

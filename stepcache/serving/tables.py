@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -34,18 +34,6 @@ _NOISE_ROWS = 1 << 16
 _PAGE_BYTES = mmap.PAGESIZE
 
 
-def _add(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    return rows + update
-
-
-def _assign(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    return update
-
-
-def _sgd(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    return rows - how.learning_rate * update
-
-
 def _adagrad(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
     state["squares"] += update * update
     return rows - how.learning_rate * update / (np.sqrt(state["squares"]) + how.eps)
@@ -65,9 +53,9 @@ def _adam(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> A
 _STATE = {"adagrad": ("squares",), "adam": ("count", "mean", "squares")}
 """Arrays of each optimizer's state. "count" has one number for each row, the others its shape."""
 _RULES: dict[str, Callable[..., Any]] = {
-    "add": _add,
-    "assign": _assign,
-    "sgd": _sgd,
+    "add": lambda how, rows, update, state: rows + update,
+    "assign": lambda how, rows, update, state: update,
+    "sgd": lambda how, rows, update, state: rows - how.learning_rate * update,
     "adagrad": _adagrad,
     "adam": _adam,
 }
@@ -94,20 +82,13 @@ class TableType:
 
     def packed(self) -> bytes:
         """Encodes it for a message."""
-        rest = [self.rows, self.shape, self.dtype, self.stddev, self.seed]
-        how = self.optimizer
-        return plain.pack([*rest, [how.name, how.learning_rate, how.b1, how.b2, how.eps]])
+        return plain.pack(astuple(self))
 
     @classmethod
     def unpacked(cls, sent: bytes) -> TableType:
-        """Decodes the result of `packed`.
-
-        Raises:
-            MalformedMessageError: there can be no such table.
-        """
+        """Decodes the result of `packed`. Raises `MalformedMessageError` for what is no table."""
         try:
-            *rest, how = plain.unpack(sent)
-            rows, shape, dtype, stddev, seed = rest
+            rows, shape, dtype, stddev, seed, how = plain.unpack(sent)
             found = cls(rows, shape, dtype, stddev, seed, RowOptimizer(*how))
         except (TypeError, ValueError):
             raise MalformedMessageError("the type of the table is malformed") from None
@@ -190,11 +171,7 @@ class SavedTable:
 
 
 class HeldTable:
-    """A table of the host.
-
-    Args:
-        saved: the initial state.
-        storage: holds the base.
+    """A table of the host, of which the storage holds the base.
 
     Attributes:
         type, key, number, token, base, stored: as in `SavedTable`.
@@ -231,14 +208,11 @@ class HeldTable:
         new["rows"] = _RULES[how.name](how, rows, update, new)
         for name, values in new.items():
             self.arrays[name][ids] = values
-        self._add_changed(ids[self.versions[ids] <= self.base])
+        if (new := ids[self.versions[ids] <= self.base]).size:
+            self._changed.append(new)
+            self._changed_count += new.size
         self.number += 1
         self.versions[ids] = self.number
-
-    def _add_changed(self, ids: np.ndarray) -> None:
-        if ids.size:
-            self._changed.append(ids)
-            self._changed_count += ids.size
 
     def changed(self, since: int) -> np.ndarray:
         """Returns the rows that have changed since a version (not before `base`), in order."""
@@ -272,15 +246,7 @@ class HeldTable:
 
 
 class Tables:
-    """The tables of a host.
-
-    Args:
-        storage: holds their bases.
-        saved: the tables of a snapshot or an image, by name.
-
-    Attributes:
-        held: the tables, by name.
-    """
+    """The tables of a host, by name in `held`, given those of a snapshot or an image."""
 
     def __init__(self, storage: TableStorage, saved: dict[str, SavedTable]):
         self._storage = storage
@@ -296,9 +262,8 @@ class Tables:
         """Creates a table unless it exists. Returns whether it is new.
 
         Args:
-            name: name of the table.
+            name, token: name of the table, and the token of its first version.
             sent: its type, as `TableType.packed` encodes it.
-            token: token of its first version.
             may_alter: another optimizer with the same arrays of state replaces that of the table.
 
         Raises:
@@ -329,12 +294,10 @@ class Tables:
     def read(
         self, request: RowsRequest, payload: np.ndarray | None, epoch: int
     ) -> tuple[tuple[list[int], list[int], list[bool]], tuple[list[LeafType], list[np.ndarray]]]:
-        """Returns numbers, tokens and flags for `Values`; types and values of the leaves to send.
+        """Serves a request with its block, given the epoch of the host.
 
-        Args:
-            request: the request.
-            payload: its block.
-            epoch: epoch of the host.
+        Returns:
+            Numbers, tokens and flags for `Values`; types and values of the leaves to send.
         """
         table, is_compared = self._find(request.name), request.epoch >= 0
         columns = 2 if is_compared else 1
@@ -359,10 +322,7 @@ class Tables:
     ) -> HeldTable:
         """Updates rows, and returns the table. The caller sets the token of the new version.
 
-        Args:
-            name: name of the table.
-            types, payload: numbers of the rows, and their updates.
-            may_assign: returns for each row whether a value may be assigned to it; None for all.
+        `may_assign` returns for each row whether a value may be assigned to it; None for all.
         """
         table, layout = self._find(name), BlockLayout(types)
         count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from stepcache.errors import ServerLostError, VariablesError
-from stepcache.serving.held import Block
+from stepcache.errors import VariablesError
 from stepcache.serving.messages import Refused, Request, Values
+from stepcache.serving.shared_memory import Block
 
 _log = logging.getLogger("stepcache")
 
@@ -48,24 +48,30 @@ def versions_of(reply: Values) -> list[Version]:
 
 
 class Received(NamedTuple):
-    """A reply and its blocks.
-
-    Attributes:
-        message: the reply.
-        blocks: the bytes of each block. They do not change while an array refers to them.
-    """
+    """A reply, and the bytes of its blocks: they do not change while an array refers to them."""
 
     message: Any
     blocks: list[np.ndarray]
 
 
 class Transport(Protocol):
-    """Sends the requests of one client to a host."""
+    """Sends the requests of one client to a host. Not thread-safe."""
 
-    def allocate(self, size_bytes: int) -> Block: ...
+    def allocate(self, size_bytes: int) -> Block:
+        """Allocates a block for a request."""
+        ...
 
     def request(self, message: Request, block: Any, deadline: float) -> Any:
-        """Sends a request and returns the reply; None if none arrives in time."""
+        """Sends a request and waits for the reply. Repeats it where it may be lost.
+
+        Args:
+            message: the request.
+            block: the value of the request; the caller must not change it before this returns.
+            deadline: by `time.monotonic`.
+
+        Returns:
+            The reply; None if none arrives in time.
+        """
         ...
 
     def pause(self) -> None:
@@ -83,24 +89,6 @@ def refusal(reply: Any, where: str) -> VariablesError:
     if is_refused and reply.kind == "conflict":
         hint = "where several processes write, push updates: only one may carry"
     return VariablesError(f"the host of the variables refuses: {why}", where=where, hint=hint)
-
-
-def lost(where: str, what: str) -> ServerLostError:
-    """Returns the error for a host that has not done something."""
-    return ServerLostError(
-        f"the host of the variables {what}",
-        where=where,
-        hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
-    )
-
-
-def forked(where: str) -> VariablesError:
-    """Returns the error for a connection of the parent process."""
-    return VariablesError(
-        "this connection belongs to the process that this one was forked from",
-        where=where,
-        hint="connect in this process",
-    )
 
 
 def keep_in_thread(keep: Callable[[], bool], seconds: float) -> threading.Thread:

@@ -6,23 +6,18 @@ import collections
 import itertools
 from dataclasses import dataclass, replace
 
-from stepcache.serving.held import Block
 from stepcache.serving.messages import WriteRequest
+from stepcache.serving.shared_memory import Block
 from stepcache.units import counted, readable_bytes
 
 
 @dataclass(eq=False, slots=True)
 class Sent:
-    """A write that no snapshot holds yet.
-
-    Attributes:
-        request, block: the write, and its value.
-        stamp: epoch and moment of the host when it confirmed the write; None before that.
-    """
+    """A write and its value, which no snapshot holds yet."""
 
     request: WriteRequest
     block: Block
-    stamp: tuple[int, int] | None = None
+    stamp: tuple[int, int] | None = None  # Epoch and moment of the host when it confirmed it.
 
 
 class Unsaved(collections.deque[Sent]):

@@ -25,6 +25,7 @@ from stepcache.remote.messages import (
     Message,
     decode,
     packed,
+    places_in,
 )
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
@@ -46,7 +47,7 @@ class Memory:
             raise FileNotFoundError("no such process")
         held = Held(next(NUMBERS))
         self._held.add(held)
-        return dataclasses.replace(place, descriptor=held.number), held
+        return place._replace(descriptor=held.number), held
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -514,6 +515,15 @@ def header(kind=Kind.RUN, magic=b"sc", version=4, client=0, body_bytes=0, blob_b
 def test_what_is_no_message_is_found_by_its_header(bytes_, match):
     with pytest.raises(MalformedMessageError, match=match):
         decode(bytearray(bytes_))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [7, [1, 2, 3, 4], [1, 2, "3", 4, 5], [1, 2, 3, 4, 0], [1, 2, 3, 4, -5], [1, 2, 3, 4, 1 << 62]],
+)
+def test_what_is_no_place_of_a_block_is_malformed(row):
+    with pytest.raises(MalformedMessageError, match="no place"):
+        places_in({"blocks": [row]})
 
 
 def noise(chance):
