@@ -293,6 +293,9 @@ def _variables_that_count(code: CodeType) -> tuple:
 def _constants_that_count(code: CodeType) -> tuple:
     """The constants of code, with its docstring masked where no instruction loads it."""
     constants = code.co_consts
+    if code.co_name == "__hash__" and code.co_filename.startswith("<attrs generated "):
+        # attrs writes the hash of the class's name into it, which is another in each process.
+        return tuple(each for each in constants if not isinstance(each, int | tuple))
     if not constants or not isinstance(constants[0], str | None):
         return constants
     # Pairs of operation and argument, which `EXTENDED_ARG` before it makes a larger one.

@@ -112,7 +112,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         for each, member in cls.__members__.items():
             walk.value(f"{name}.{each}", member)
     selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
-    order = tuple(each for each in vars(cls) if each != "__annotations__")
+    order = tuple(each for each in vars(cls) if each not in _INTERNALS)
     walk.when_dynamic(f"{name} (order of attributes)", order)
     matched = vars(cls).get("__match_args__")
     if type(matched) is tuple:

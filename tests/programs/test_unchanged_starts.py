@@ -323,6 +323,28 @@ def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
         start(source.replace("factor=2", "factor=3"), "", tmp_path)
 
 
+def test_a_trace_that_copies_an_object(tmp_path):
+    """Python then keeps the names of its slots in its class, at the first copy."""
+    source = """
+    import copy
+
+    class Scale:
+        def __init__(self):
+            self.factor = 2
+
+    scale = Scale()
+
+    @sc.step
+    def step(x):
+        again = copy.copy(scale)
+        return x * getattr(again, "fac" + "tor")
+
+    step.warm(np.ones(2, np.float32))
+    """
+    start(source, "", tmp_path)
+    assert levels(start(source, "", tmp_path)) == (0, 0, 2)
+
+
 @pytest.mark.parametrize("name", ["stack", "currentframe", "getsource", "getmodule"])
 def test_what_else_inspect_tells_may_differ(name):
     assert why_impure(f"inspect.{name}") is not None
