@@ -257,7 +257,8 @@ def test_what_cannot_be_stored_is_not_recorded_at_the_next_start(tmp_path, monke
         found = start(source, "", tmp_path)
         assert len(recordings) == 1
         assert levels(found) == BUILT
-        assert "it cannot be stored: it calls back into Python" in str(found.step.last_miss)
+        why = "must trace the step, because:\n    it cannot be stored: it calls back into Python"
+        assert why in str(found.step.last_miss)
     assert levels(start(source.replace("* 2", "* 1 * 2"), "", tmp_path)) == BUILT
     assert len(recordings) == 2
 
