@@ -56,10 +56,15 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
     for name, each in state.items():
-        if selective and not is_special(name):
+        if selective and not is_special(name) or (cls.__module__, name) == _RESOLVED:
             walk.when_named(name, f"{path}.{name}", each)
         else:
             walk.value(f"{path}.{name}", each)
+
+
+# What omegaconf's resolvers gave so far, as the time of `${now:%H}`, which hydra asks for. Code that
+# asks a resolver names it.
+_RESOLVED = ("omegaconf.base", "resolver_cache")
 
 
 def _note_content(walk: Trail, path: str, value: Any) -> None:

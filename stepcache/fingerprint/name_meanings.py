@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 import weakref
 from dataclasses import dataclass
@@ -164,6 +165,8 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
     state = instances.attributes_of(value)
+    if isinstance(value, logging.Logger):
+        state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
     return f"{kind.__qualname__} {digest(texts)}"
 

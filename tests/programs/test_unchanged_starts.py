@@ -324,6 +324,69 @@ def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
         start(source.replace("factor=2", "factor=3"), "", tmp_path)
 
 
+def test_a_package_that_logs(install, tmp_path):
+    """Python's loggers remember which levels are enabled."""
+    text = """
+    import logging
+
+    logger = logging.getLogger("of a package")
+
+    def scale(x):
+        logger.debug("tracing")
+        return x * 2
+    """
+    install("logging_pkg", {"__init__.py": text})
+    source = """
+    import logging
+    import logging_pkg
+
+    logging_pkg.logger._cache.clear()
+
+    @sc.step
+    def step(x):
+        return logging_pkg.scale(x)
+    """
+    start(source, "logging_pkg", tmp_path)
+    assert levels(start(source, "logging_pkg", tmp_path)) == WITHOUT_A_TRACE
+    louder = source.replace("logging_pkg.logger._cache.clear()", "logging_pkg.logger.setLevel(10)")
+    assert levels(start(louder, "logging_pkg", tmp_path)) == WITHOUT_COMPILING
+
+
+def test_what_a_configuration_of_omegaconf_has_resolved_before(install, tmp_path):
+    """Hydra asks for the time, and so each of its configurations keeps it."""
+    text = """
+    import dataclasses
+
+    @dataclasses.dataclass
+    class ContainerMetadata:
+        resolver_cache: dict
+
+    class Config:
+        def __init__(self, now):
+            self._metadata, self.rate = ContainerMetadata({"now": now}), 2
+
+        def resolved(self):
+            return self._metadata.resolver_cache["now"]
+    """
+    install("omegaconf", {"__init__.py": "", "base.py": text})
+    source = """
+    from omegaconf import base
+
+    config = base.Config(now=1)
+
+    @sc.step
+    def step(x):
+        return x * config.rate
+    """
+    start(source, "omegaconf", tmp_path)
+    later = source.replace("now=1", "now=2")
+    assert levels(start(later, "omegaconf", tmp_path)) == WITHOUT_A_TRACE
+    asking = source.replace("config.rate", "(config.resolved() * 0 + config.rate)")
+    start(asking, "omegaconf", tmp_path)
+    asking = asking.replace("now=1", "now=2")
+    assert levels(start(asking, "omegaconf", tmp_path)) == WITHOUT_COMPILING
+
+
 def test_a_trace_that_copies_an_object(tmp_path):
     """Python then keeps the names of its slots in its class, at the first copy."""
     source = """
