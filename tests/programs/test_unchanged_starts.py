@@ -387,6 +387,42 @@ def test_what_a_configuration_of_omegaconf_has_resolved_before(install, tmp_path
     assert levels(start(asking, "omegaconf", tmp_path)) == WITHOUT_COMPILING
 
 
+def test_functions_that_beartype_makes(install, tmp_path):
+    """It writes addresses into the names of their parameters, and remembers a hash of strings."""
+    text = """
+    class BeartypeConf:
+        def __init__(self, given):
+            self._conf_args, self._hash = given, hash(given)
+    """
+    files = {"__init__.py": "", "_conf/__init__.py": "", "_conf/confmain.py": text}
+    install("beartype", files)
+    source = """
+    from beartype._conf.confmain import BeartypeConf
+
+    address, seed, kind = 100, "a", "float"
+    conf = BeartypeConf(("args",))
+    conf._hash = seed
+    made = {"BeartypeConf": BeartypeConf, "conf": conf, "__name__": "life"}
+    one, other = (f"__beartype_object_{each}" for each in (address, address + 8))
+    text = f"def scale(x, *, {one}={kind}, {other}=int, __beartype_conf=conf):"
+    text += f"return x * 2 * ({one} is not None)"
+    exec(compile(text, f"<@beartype(life.scale) at {address}>", "exec"), made)
+    scale = made["scale"]
+
+    @sc.step
+    def step(x):
+        return scale(x)
+    """
+    start(source, "beartype", tmp_path)
+    later = source.replace('100, "a"', '208, "b"')
+    assert levels(start(later, "beartype", tmp_path)) == WITHOUT_A_TRACE
+    other = start(later.replace('"float"', '"int"'), "beartype", tmp_path)
+    assert levels(other) == WITHOUT_COMPILING
+    assert "(default __beartype_object_0): class builtins.float → class builtins.int" in str(
+        other.step.last_miss
+    )
+
+
 def test_a_trace_that_copies_an_object(tmp_path):
     """Python then keeps the names of its slots in its class, at the first copy."""
     source = """
