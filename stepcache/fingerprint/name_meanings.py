@@ -6,6 +6,7 @@ import functools
 import logging
 import types
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +175,38 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if not has_state and (text := container_text(value)) is not None:
         return text
+    if path in _OF_THE_USERS:
+        notes.value(path, value)
+        return "the user's"
     each_value = list(value.values()) if isinstance(value, dict) else list(value)
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
             notes.value(f"{path}[{number}]", each)
-    return f"{type(value).__name__} of objects"
+    text = f"{type(value).__name__} of objects"
+    settings = [] if has_state else list(_settings_in(value))
+    return f"{text}, {digest(settings)}" if settings else text
+
+
+# What a package keeps for the user, wholly: the values of gin's parameters, functions among them.
+_OF_THE_USERS = frozenset(("gin.config._CONFIG", "gin.config._CONSTANTS"))
+
+
+def _settings_in(value: Any, where: str = "", depth: int = 3) -> Iterator[str]:
+    """The plain values under names in containers that hold others, too: they may be the user's."""
+    if not depth or type(value) not in (dict, list, tuple) or len(value) > _MAX_SETTINGS:
+        return
+    items = value.items() if type(value) is dict else enumerate(value)
+    for key, each in list(items):
+        if type(value) is dict and not (type(key) in (str, tuple) and plain_text(key)):
+            continue
+        text, place = container_text(each), f"{where}[{key!r}]"
+        if text is None:
+            yield from _settings_in(each, place, depth - 1)
+        elif type(value) is dict:
+            yield f"{place} {text}"
+
+
+_MAX_SETTINGS = 512
 
 
 def _callable_text(notes: Meaning, path: str, value: Any) -> str:

@@ -130,6 +130,66 @@ def test_what_the_user_puts_into_that_cache_first_is_a_change(install, tmp_path)
     assert levels(start(mine, "filling_pkg", tmp_path))[0] == 1
 
 
+KEEPS_SETTINGS = """
+    class Reference:
+        def __init__(self, function):
+            self.function = function
+
+    _CONFIG = {}
+
+    def bind(name, **values):
+        _CONFIG[("", name)] = values
+
+    def scaled(x):
+        return x * _CONFIG[("", "scaled")]["factor"]
+
+    def called(x):
+        return _CONFIG[("", "called")]["reference"].function(x)
+    """
+
+
+@pytest.mark.parametrize("package", ["settings_pkg", "gin"])
+def test_settings_that_a_package_keeps_beside_objects(package, install, tmp_path):
+    install(package, {"__init__.py": "", "config.py": KEEPS_SETTINGS})
+    source = f"""
+    from {package} import config
+
+    config.bind("scaled", factor=2)
+    config.bind("other", reference=config.Reference(len))
+
+    @sc.step
+    def step(x):
+        return config.scaled(x)
+    """
+    start(source, package, tmp_path)
+    assert levels(start(source, package, tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
+        start(source.replace("factor=2", "factor=3"), package, tmp_path)
+
+
+def test_functions_that_gin_calls(install, tmp_path):
+    install("gin", {"__init__.py": "", "config.py": KEEPS_SETTINGS})
+    source = """
+    from gin import config
+
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    config.bind("called", reference=config.Reference(double))
+
+    @sc.step
+    def step(x):
+        return config.called(x)
+    """
+    start(source, "gin", tmp_path)
+    assert levels(start(source, "gin", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("Reference(double)", "Reference(triple)"), "gin", tmp_path)
+
+
 KEEPS_WHAT_LIVES = {
     "__init__.py": """
     import weakref
