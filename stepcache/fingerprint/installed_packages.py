@@ -28,6 +28,7 @@ from stepcache.fingerprint.name_meanings import (
     text_of,
 )
 from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.recorder import OF_JAX
 from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
@@ -135,7 +136,8 @@ class _ModuleState:
         before = self._meanings
         self._forget()
         self._look_at(before)
-        _replacements += any(self._meanings[name] != before[name] for name in before)
+        if self._name.partition(".")[0] in OF_JAX:
+            _replacements += any(self._meanings[name] != before[name] for name in before)
 
     def has_its_names(self) -> bool:
         """Whether its names are those of the same objects as before."""
@@ -226,7 +228,7 @@ def look_again() -> None:
         others = [name for name in _states if sys.modules.get(name) is not _states[name].module]
         for name in others:
             del _states[name]
-        _replacements += len(others)
+        _replacements += sum(name.partition(".")[0] in OF_JAX for name in others)
         names_hold = all(map(_ModuleState.has_its_names, _states.values()))
         if not others and names_hold and _all_held.is_same():
             return
@@ -240,5 +242,5 @@ def look_again() -> None:
 
 
 def replacements() -> int:
-    """Rises whenever something in an installed module has been found replaced."""
+    """Rises whenever something in a module of JAX has been found replaced."""
     return _replacements

@@ -142,7 +142,7 @@ class Levels:
         result: LookupResult,
         sharing: Sharing | None,
     ) -> tuple[Resolution, dict[str, str], Used] | None:
-        """See `trace`; None if it shared a trace made before a library's object was replaced."""
+        """See `trace`; None if it shared a trace made before an object of JAX was replaced."""
         request, archive, stopwatch = call.request, call.archive, call.stopwatch
         with stopwatch.stage("hash"):
             with self._lock:

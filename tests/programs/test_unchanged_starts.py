@@ -109,9 +109,11 @@ USES_IT = """
     """
 
 
-def test_a_cache_that_a_package_fills_while_it_is_traced(install, tmp_path):
+@pytest.mark.parametrize("called", ["double", "filling_pkg.scale"])
+def test_a_cache_that_a_package_fills_while_it_is_traced(called, install, tmp_path):
     install("filling_pkg", FILLS_A_CACHE)
-    _, second, third = (start(USES_IT, "filling_pkg", tmp_path) for _ in range(3))
+    source = USES_IT.replace("return double", f"return {called}")
+    _, second, third = (start(source, "filling_pkg", tmp_path) for _ in range(3))
     assert levels(second) == WITHOUT_COMPILING
     assert levels(third) == WITHOUT_A_TRACE
     miss = str(second.step.last_miss)
