@@ -26,6 +26,7 @@ from stepcache.fingerprint.name_meanings import (
     is_own_dependency,
     members_of,
     text_of,
+    thread_text,
 )
 from stepcache.fingerprint.provenance import file_of_module
 from stepcache.fingerprint.recorder import OF_JAX
@@ -86,6 +87,18 @@ def _has_compiled_code(package: str) -> bool:
         and (getattr(module, "__file__", None) or "").endswith((".so", ".pyd"))
         for name, module in list(sys.modules.items())
     )
+
+
+def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
+    """The dependencies among some names of modules that hold something else in each thread."""
+    found = {}
+    for module, read in names.items():
+        if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
+            space = vars(sys.modules[module])
+            for name in read.split():
+                if isinstance(value := space.get(name), threading.local):
+                    found[f"{module}.{name}"] = thread_text(value)
+    return found
 
 
 class _ModuleState:

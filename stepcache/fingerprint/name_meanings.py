@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,13 @@ from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
-from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
+from stepcache.fingerprint.tokens import (
+    container_text,
+    digest,
+    plain_text,
+    qualified_name,
+    short,
+)
 from stepcache.fingerprint.values import TRUSTED
 
 
@@ -144,6 +151,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
+    if path in _OF_THE_USERS:
+        notes.value(path, value)
+        return "the user's"
     if kind is types.FunctionType:
         if is_foreign(value):
             notes.value(path, value)
@@ -165,6 +175,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
+    if isinstance(value, threading.local):
+        notes.once(path, thread_text(value))
+        return kind.__qualname__
     state = instances.attributes_of(value)
     if isinstance(value, logging.Logger):
         state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
@@ -172,12 +185,15 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     return f"{kind.__qualname__} {digest(texts)}"
 
 
+def thread_text(value: threading.local) -> str:
+    """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
+    state = sorted(vars(value).items())
+    return short(", ".join(f"{name} {container_text(each)}" for name, each in state))
+
+
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if not has_state and (text := container_text(value)) is not None:
         return text
-    if path in _OF_THE_USERS:
-        notes.value(path, value)
-        return "the user's"
     each_value = list(value.values()) if isinstance(value, dict) else list(value)
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
@@ -187,8 +203,15 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
     return f"{text}, {digest(settings)}" if settings else text
 
 
-# What a package keeps for the user, wholly: the values of gin's parameters, functions among them.
-_OF_THE_USERS = frozenset(("gin.config._CONFIG", "gin.config._CONSTANTS"))
+# What packages keep for the user, wholly: the values of gin's parameters, functions among them; and
+# haiku's policies of precision, for one thread: their objects cannot be looked into.
+_OF_THE_USERS = frozenset(
+    (
+        "gin.config._CONFIG",
+        "gin.config._CONSTANTS",
+        "haiku._src.mixed_precision._thread_local_state",
+    )
+)
 
 
 def _settings_in(value: Any, where: str = "", depth: int = 3) -> Iterator[str]:

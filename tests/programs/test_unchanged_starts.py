@@ -192,6 +192,44 @@ def test_functions_that_gin_calls(install, tmp_path):
         start(source.replace("Reference(double)", "Reference(triple)"), "gin", tmp_path)
 
 
+KEEPS_FOR_ONE_THREAD = """
+    import threading
+
+    class _ThreadState(threading.local):
+        def __init__(self):
+            self.policies = {}
+
+    _thread_local_state = _ThreadState()
+
+    def scaled(x):
+        return x * _thread_local_state.policies.get("scaled", 2)
+    """
+
+
+def test_a_policy_that_haiku_keeps_for_one_thread(install, tmp_path):
+    """Another thread cannot look at it, nor verify a program by a trace."""
+    module = "_src/mixed_precision.py"
+    files = {"__init__.py": "", "_src/__init__.py": "", module: KEEPS_FOR_ONE_THREAD}
+    install("haiku", files)
+    source = """
+    from haiku._src import mixed_precision
+
+    mixed_precision._thread_local_state.policies["scaled"] = 2
+
+    @sc.step
+    def step(x):
+        return mixed_precision.scaled(x)
+    """
+    start(source, "haiku", tmp_path)
+    again = start(source, "haiku", tmp_path)
+    assert levels(again) == WITHOUT_COMPILING
+    assert "a haiku._src.mixed_precision._ThreadState cannot be looked into" in str(
+        again.step.last_miss
+    )
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("= 2", "= 3"), "haiku", tmp_path)
+
+
 KEEPS_WHAT_LIVES = {
     "__init__.py": """
     import weakref
