@@ -204,12 +204,14 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
 
 
 # What packages keep for the user, wholly: the values of gin's parameters, functions among them; and
-# haiku's policies of precision, for one thread: their objects cannot be looked into.
+# haiku's policies of precision, for one thread, whose objects cannot be looked into; the handlers of
+# numpyro around a call.
 _OF_THE_USERS = frozenset(
     (
         "gin.config._CONFIG",
         "gin.config._CONSTANTS",
         "haiku._src.mixed_precision._thread_local_state",
+        "numpyro.primitives._PYRO_STACK",
     )
 )
 
