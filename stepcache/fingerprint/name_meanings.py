@@ -203,9 +203,9 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
     return f"{text}, {digest(settings)}" if settings else text
 
 
-# What packages keep for the user, wholly: the values of gin's parameters, functions among them; and
-# haiku's policies of precision, for one thread, whose objects cannot be looked into; the handlers of
-# numpyro around a call.
+# What packages keep for the user, wholly: the values of gin's parameters, functions among them;
+# the handlers of numpyro around a call; haiku's policies of precision, whose objects are those of
+# one thread and cannot be looked into.
 _OF_THE_USERS = frozenset(
     (
         "gin.config._CONFIG",
