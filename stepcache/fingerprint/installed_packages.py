@@ -20,6 +20,7 @@ from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.module_contents import PROCESS_BEGAN_NS, content_of
 from stepcache.fingerprint.name_meanings import (
+    OF_THREAD,
     Meaning,
     class_text,
     is_held_whole,
@@ -97,7 +98,7 @@ def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
             space = vars(sys.modules[module])
             for name in read.split():
                 if isinstance(value := space.get(name), threading.local):
-                    found[f"{module}.{name}"] = thread_text(value)
+                    found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
     return found
 
 

@@ -176,7 +176,7 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
     if isinstance(value, threading.local):
-        notes.once(path, thread_text(value))
+        notes.once(f"{path}{OF_THREAD}", thread_text(value))
         return kind.__qualname__
     state = instances.attributes_of(value)
     if isinstance(value, logging.Logger):
@@ -187,8 +187,12 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
 
 def thread_text(value: threading.local) -> str:
     """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
-    state = sorted(vars(value).items())
-    return short(", ".join(f"{name} {container_text(each)}" for name, each in state))
+    texts = ((name, container_text(each)) for name, each in sorted(vars(value).items()))
+    return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
+
+
+OF_THREAD = " (in this thread)"
+_EMPTY = ("None", "list()", "dict()", "tuple()", "set()")  # As before, or after, any use.
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:

@@ -179,6 +179,7 @@ class Levels:
                 traced = self._unexamined(error)
             if traced.dependencies:  # Another thread has examined the trace.
                 own_state = kept_for_this_thread(traced.used.names)
+                own_state |= _filled_by_trace(own_state, traced.used, result)
                 self._remember(own_state)
                 traced = replace(traced, dependencies=traced.dependencies | own_state)
         except BaseException:

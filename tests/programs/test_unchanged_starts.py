@@ -230,6 +230,33 @@ def test_a_policy_that_haiku_keeps_for_one_thread(install, tmp_path):
         start(source.replace("= 2", "= 3"), "haiku", tmp_path)
 
 
+def test_what_a_package_keeps_for_one_thread(install, tmp_path):
+    """Another thread finds out what a trace depended on."""
+    text = """
+    import threading
+
+    kept = threading.local()
+
+    def scale(x):
+        kept.stack = []
+        return x * getattr(kept, "factor", 2)
+    """
+    install("thread_pkg", {"__init__.py": text})
+    source = """
+    import thread_pkg
+
+    thread_pkg.kept.factor = 2
+
+    @sc.step
+    def step(x):
+        return thread_pkg.scale(x)
+    """
+    start(source, "thread_pkg", tmp_path)
+    assert levels(start(source, "thread_pkg", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("factor = 2", "factor = 3"), "thread_pkg", tmp_path)
+
+
 KEEPS_WHAT_LIVES = {
     "__init__.py": """
     import weakref
