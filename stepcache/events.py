@@ -121,7 +121,7 @@ class Miss:
             lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]
         if self.untrackable:
-            lines.append("  every run must trace the step, because these cannot be fingerprinted:")
+            lines.append("  every run must trace the step, because:")
             lines += [f"    {text}" for text in self.untrackable[:_MAX_CHANGES_SHOWN]]
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ import types
 import warnings
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -526,6 +527,31 @@ def test_a_program_is_verified_in_the_background(tmp_path, told):
     assert levels(step.stats()) == WITHOUT_A_TRACE
     assert step.stats().verifications == 1
     step(np.ones(8))
+
+
+def test_rules_of_flax_that_hold_for_one_thread(tmp_path):
+    """They hold around a loop, and not in the background, where a trace gives another program."""
+    source = """
+    import flax.linen as nn
+
+    @sc.step
+    def step(x):
+        return x * (2 if nn.logical_to_mesh_axes(("batch",))[0] == "data" else 3)
+    """
+
+    def started(*rules):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache), nn.logical_axis_rules(rules):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+            cache.flush()
+            cache.archive().verifier.flush()
+            return int(step(np.ones(8))[0]), levels(step.stats())
+
+    assert started(("batch", "data")) == (2, BUILT)
+    assert started(("batch", "data")) == (2, WITHOUT_A_TRACE)
+    assert started() == (3, BUILT)
+    assert started() == (3, WITHOUT_A_TRACE)
 
 
 def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch, told):

@@ -38,7 +38,7 @@ _ROWS_SHOWN = 4
 _CUT_WIDTH = 16
 _CHANGES_SHOWN = 12
 _LEAST_SECONDS = 0.005
-_UNTRACKABLE = "every run must trace the step, because these cannot be fingerprinted:"
+_UNTRACKABLE = "every run must trace the step, because:"
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
 _EVENTS = {
     "built": "built: traced, lowered and compiled",

@@ -9,6 +9,8 @@ import ast
 import dis
 import functools
 import hashlib
+import itertools
+import re
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -283,16 +285,28 @@ def _feed_code(code: CodeType, hasher: Any) -> None:
 
 def _variables_that_count(code: CodeType) -> tuple:
     """The parameters, by which code is called; of other local variables only their number."""
+    variables = tuple(map(without_address, itertools.count(), code.co_varnames))
     if not _LOCAL_ACCESS.isdisjoint(code.co_names):
-        return code.co_varnames
+        return variables
     flags = code.co_flags
     count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
-    return (*code.co_varnames[:count], len(code.co_varnames))
+    return (*variables[:count], len(variables))
+
+
+def without_address(number: int, name: str) -> str:
+    """The name of a parameter; with its number for the address that beartype writes into some."""
+    return _ADDRESS.sub(str(number), name)
+
+
+_ADDRESS = re.compile("(?<=^__beartype_object_)[0-9]+$")
 
 
 def _constants_that_count(code: CodeType) -> tuple:
     """The constants of code, with its docstring masked where no instruction loads it."""
     constants = code.co_consts
+    if code.co_name == "__hash__" and code.co_filename.startswith("<attrs generated "):
+        # attrs writes the hash of the class's name into it, which is another in each process.
+        return tuple(each for each in constants if not isinstance(each, int | tuple))
     if not constants or not isinstance(constants[0], str | None):
         return constants
     # Pairs of operation and argument, which `EXTENDED_ARG` before it makes a larger one.

@@ -56,10 +56,19 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
     for name, each in state.items():
-        if selective and not is_special(name):
+        known = cls.__module__, name
+        if known == _HASH_OF_THE_REST:
+            continue
+        if (selective and not is_special(name)) or known == _RESOLVED:
             walk.when_named(name, f"{path}.{name}", each)
         else:
             walk.value(f"{path}.{name}", each)
+
+
+# They differ in each process. What resolvers gave before, such as the time that hydra asks for, is
+# named by code that asks them.
+_RESOLVED = ("omegaconf.base", "resolver_cache")
+_HASH_OF_THE_REST = ("beartype._conf.confmain", "_hash")
 
 
 def _note_content(walk: Trail, path: str, value: Any) -> None:
@@ -112,7 +121,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         for each, member in cls.__members__.items():
             walk.value(f"{name}.{each}", member)
     selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
-    order = tuple(each for each in vars(cls) if each != "__annotations__")
+    order = tuple(each for each in vars(cls) if each not in _INTERNALS)
     walk.when_dynamic(f"{name} (order of attributes)", order)
     matched = vars(cls).get("__match_args__")
     if type(matched) is tuple:

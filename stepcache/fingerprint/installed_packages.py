@@ -20,14 +20,17 @@ from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.module_contents import PROCESS_BEGAN_NS, content_of
 from stepcache.fingerprint.name_meanings import (
+    OF_THREAD,
     Meaning,
     class_text,
     is_held_whole,
     is_own_dependency,
     members_of,
     text_of,
+    thread_text,
 )
 from stepcache.fingerprint.provenance import file_of_module
+from stepcache.fingerprint.recorder import OF_JAX
 from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
@@ -87,6 +90,18 @@ def _has_compiled_code(package: str) -> bool:
     )
 
 
+def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
+    """The dependencies among some names of modules that hold something else in each thread."""
+    found = {}
+    for module, read in names.items():
+        if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
+            space = vars(sys.modules[module])
+            for name in read.split():
+                if isinstance(value := space.get(name), threading.local):
+                    found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
+    return found
+
+
 class _ModuleState:
     """What this process knows of the names in one installed module."""
 
@@ -135,7 +150,8 @@ class _ModuleState:
         before = self._meanings
         self._forget()
         self._look_at(before)
-        _replacements += any(self._meanings[name] != before[name] for name in before)
+        if self._name.partition(".")[0] in OF_JAX:
+            _replacements += any(self._meanings[name] != before[name] for name in before)
 
     def has_its_names(self) -> bool:
         """Whether its names are those of the same objects as before."""
@@ -226,7 +242,7 @@ def look_again() -> None:
         others = [name for name in _states if sys.modules.get(name) is not _states[name].module]
         for name in others:
             del _states[name]
-        _replacements += len(others)
+        _replacements += sum(name.partition(".")[0] in OF_JAX for name in others)
         names_hold = all(map(_ModuleState.has_its_names, _states.values()))
         if not others and names_hold and _all_held.is_same():
             return
@@ -240,5 +256,5 @@ def look_again() -> None:
 
 
 def replacements() -> int:
-    """Rises whenever something in an installed module has been found replaced."""
+    """Rises whenever something in a module of JAX has been found replaced."""
     return _replacements

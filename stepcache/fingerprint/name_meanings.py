@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 import types
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +16,13 @@ from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
-from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
+from stepcache.fingerprint.tokens import (
+    container_text,
+    digest,
+    plain_text,
+    qualified_name,
+    short,
+)
 from stepcache.fingerprint.values import TRUSTED
 
 
@@ -142,6 +151,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
+    if path in _OF_THE_USERS:
+        notes.value(path, value)
+        return "the user's"
     if kind is types.FunctionType:
         if is_foreign(value):
             notes.value(path, value)
@@ -163,9 +175,24 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
+    if isinstance(value, threading.local):
+        notes.once(f"{path}{OF_THREAD}", thread_text(value))
+        return kind.__qualname__
     state = instances.attributes_of(value)
+    if isinstance(value, logging.Logger):
+        state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
     return f"{kind.__qualname__} {digest(texts)}"
+
+
+def thread_text(value: threading.local) -> str:
+    """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
+    texts = ((name, container_text(each)) for name, each in sorted(vars(value).items()))
+    return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
+
+
+OF_THREAD = " (in this thread)"
+_EMPTY = ("None", "list()", "dict()", "tuple()", "set()")  # As before, or after, any use.
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
@@ -175,7 +202,40 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
     for number, each in enumerate(each_value):
         if type(each) is types.FunctionType and is_foreign(each):
             notes.value(f"{path}[{number}]", each)
-    return f"{type(value).__name__} of objects"
+    text = f"{type(value).__name__} of objects"
+    settings = [] if has_state else list(_settings_in(value))
+    return f"{text}, {digest(settings)}" if settings else text
+
+
+# What packages keep for the user, wholly: the values of gin's parameters, functions among them;
+# the handlers of numpyro around a call; haiku's policies of precision, whose objects are those of
+# one thread and cannot be looked into.
+_OF_THE_USERS = frozenset(
+    (
+        "gin.config._CONFIG",
+        "gin.config._CONSTANTS",
+        "haiku._src.mixed_precision._thread_local_state",
+        "numpyro.primitives._PYRO_STACK",
+    )
+)
+
+
+def _settings_in(value: Any, where: str = "", depth: int = 3) -> Iterator[str]:
+    """The plain values under names in containers that hold others, too: they may be the user's."""
+    if not depth or type(value) not in (dict, list, tuple) or len(value) > _MAX_SETTINGS:
+        return
+    items = value.items() if type(value) is dict else enumerate(value)
+    for key, each in list(items):
+        if type(value) is dict and not (type(key) in (str, tuple) and plain_text(key)):
+            continue
+        text, place = container_text(each), f"{where}[{key!r}]"
+        if text is None:
+            yield from _settings_in(each, place, depth - 1)
+        elif type(value) is dict:
+            yield f"{place} {text}"
+
+
+_MAX_SETTINGS = 512
 
 
 def _callable_text(notes: Meaning, path: str, value: Any) -> str:

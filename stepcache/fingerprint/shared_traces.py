@@ -31,7 +31,7 @@ def begin(undoing: Undoing) -> tuple[str, int, int] | None:
 
     Returns:
         A token of the traces that may be shared. It changes when a trace uses more than JAX, and
-        when an object of a library has been replaced.
+        when an object of JAX has been replaced.
     """
     global _active
     with _lock:
@@ -44,7 +44,7 @@ def begin(undoing: Undoing) -> tuple[str, int, int] | None:
 
 
 def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
-    """Whether an object of a library has been replaced since `begin` gave a token.
+    """Whether an object of JAX has been replaced since `begin` gave a token.
 
     Args:
         token: the token.

@@ -204,7 +204,7 @@ class Trail(ABC):
             module = module or getattr(value, "__module__", None)
             code = getattr(value, "__code__", None)
             filename = code.co_filename if code is not None else None
-            if filename is None or filename == "<string>":
+            if filename is None or filename.startswith(("<string>", "<attrs generated ")):
                 filename = getattr(sys.modules.get(module or ""), "__file__", None)
             label = file_label(filename, module) if filename else (module or "<cell>")
             if space:

@@ -17,6 +17,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dependencies
+from stepcache.fingerprint.installed_packages import kept_for_this_thread
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
@@ -142,7 +143,7 @@ class Levels:
         result: LookupResult,
         sharing: Sharing | None,
     ) -> tuple[Resolution, dict[str, str], Used] | None:
-        """See `trace`; None if it shared a trace made before a library's object was replaced."""
+        """See `trace`; None if it shared a trace made before an object of JAX was replaced."""
         request, archive, stopwatch = call.request, call.archive, call.stopwatch
         with stopwatch.stage("hash"):
             with self._lock:
@@ -176,6 +177,11 @@ class Levels:
                 if sharing is not None:
                     raise  # The other processes have not heard of it.
                 traced = self._unexamined(error)
+            if traced.dependencies:  # Another thread has examined the trace.
+                own_state = kept_for_this_thread(traced.used.names)
+                own_state |= _filled_by_trace(own_state, traced.used, result)
+                self._remember(own_state)
+                traced = replace(traced, dependencies=traced.dependencies | own_state)
         except BaseException:
             self._record_anew()  # Nobody has examined what it used.
             raise

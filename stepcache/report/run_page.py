@@ -135,7 +135,7 @@ def _why(row: Row) -> Iterator[str]:
         ("", [*map(change_in_words, row.changes)]),
         ("since an earlier run: ", [*map(change_in_words, row.stored)]),
         ("hint: ", row.advice),
-        ("cannot be fingerprinted: ", row.untrackable),
+        ("each run must trace the step: ", row.untrackable),
     ):
         yield from (f"{what}{text}" for text in shortened(lines, _LINES_SHOWN))
 

@@ -112,6 +112,20 @@ def test_two_namespaces_of_one_name_are_told_apart():
     assert sorted(token for path, token in facts.items() if "RATE" in path) == ["1", "2"]
 
 
+def test_the_hash_by_which_chex_counts_traces_does_not_count():
+    """That of `chex.assert_max_traces`: it is another in each process."""
+    made = {}
+    source = """
+def assert_max_traces(fn, n, fn_hash):
+    def fn_wrapped(x): return fn(x), fn_hash, n
+    return fn_wrapped
+"""
+    exec(compile(source, "site-packages/chex/_src/asserts.py", "exec"), made)
+    counted = [made["assert_max_traces"](abs, n, number) for n, number in ((1, 5), (1, 6), (2, 6))]
+    found = [fingerprint(each).dependencies for each in counted]
+    assert found[0] == found[1] != found[2]
+
+
 class Failing:
     def __eq__(self, other):
         raise RuntimeError("eq")

@@ -122,6 +122,21 @@ def test_the_order_of_a_constant_set_does_not_count():
     assert code_digest(one) == code_digest(other)
 
 
+@pytest.mark.parametrize("filename", [None, "<attrs generated hash m.C>"])
+@pytest.mark.parametrize("attributes", ["", "self.rate, "])
+def test_the_hash_of_a_name_that_attrs_writes_into_code_does_not_count(filename, attributes):
+    """It is another in each process; of older and newer versions the filename differs."""
+    attrs = pytest.importorskip("attrs")
+    filename = filename or attrs.frozen(type("C", (), {})).__hash__.__code__.co_filename
+    text = "def __hash__(self): return hash(({number}, {attributes}))"
+    one, other = (text.format(number=n, attributes=attributes) for n in (-5, 2**40))
+    assert code_digest(compiled(one, "__hash__", filename)) == code_digest(
+        compiled(other, "__hash__", filename)
+    )
+    one, other = (text.format(number=n, attributes=attributes) for n in (6, 7))
+    assert code_digest(compiled(one, "__hash__")) != code_digest(compiled(other, "__hash__"))
+
+
 @pytest.mark.parametrize(
     ("text", "makes"),
     [

@@ -109,9 +109,11 @@ USES_IT = """
     """
 
 
-def test_a_cache_that_a_package_fills_while_it_is_traced(install, tmp_path):
+@pytest.mark.parametrize("called", ["double", "filling_pkg.scale"])
+def test_a_cache_that_a_package_fills_while_it_is_traced(called, install, tmp_path):
     install("filling_pkg", FILLS_A_CACHE)
-    _, second, third = (start(USES_IT, "filling_pkg", tmp_path) for _ in range(3))
+    source = USES_IT.replace("return double", f"return {called}")
+    _, second, third = (start(source, "filling_pkg", tmp_path) for _ in range(3))
     assert levels(second) == WITHOUT_COMPILING
     assert levels(third) == WITHOUT_A_TRACE
     miss = str(second.step.last_miss)
@@ -128,6 +130,131 @@ def test_what_the_user_puts_into_that_cache_first_is_a_change(install, tmp_path)
         "import filling_pkg\n    filling_pkg._types['mine'] = filling_pkg.Backend()\n",
     )
     assert levels(start(mine, "filling_pkg", tmp_path))[0] == 1
+
+
+KEEPS_SETTINGS = """
+    class Reference:
+        def __init__(self, function):
+            self.function = function
+
+    _CONFIG = {}
+
+    def bind(name, **values):
+        _CONFIG[("", name)] = values
+
+    def scaled(x):
+        return x * _CONFIG[("", "scaled")]["factor"]
+
+    def called(x):
+        return _CONFIG[("", "called")]["reference"].function(x)
+    """
+
+
+@pytest.mark.parametrize("package", ["settings_pkg", "gin"])
+def test_settings_that_a_package_keeps_beside_objects(package, install, tmp_path):
+    install(package, {"__init__.py": "", "config.py": KEEPS_SETTINGS})
+    source = f"""
+    from {package} import config
+
+    config.bind("scaled", factor=2)
+    config.bind("other", reference=config.Reference(len))
+
+    @sc.step
+    def step(x):
+        return config.scaled(x)
+    """
+    start(source, package, tmp_path)
+    assert levels(start(source, package, tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
+        start(source.replace("factor=2", "factor=3"), package, tmp_path)
+
+
+def test_functions_that_gin_calls(install, tmp_path):
+    install("gin", {"__init__.py": "", "config.py": KEEPS_SETTINGS})
+    source = """
+    from gin import config
+
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    config.bind("called", reference=config.Reference(double))
+
+    @sc.step
+    def step(x):
+        return config.called(x)
+    """
+    start(source, "gin", tmp_path)
+    assert levels(start(source, "gin", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("Reference(double)", "Reference(triple)"), "gin", tmp_path)
+
+
+KEEPS_FOR_ONE_THREAD = """
+    import threading
+
+    class _ThreadState(threading.local):
+        def __init__(self):
+            self.policies = {}
+
+    _thread_local_state = _ThreadState()
+
+    def scaled(x):
+        return x * _thread_local_state.policies.get("scaled", 2)
+    """
+
+
+def test_a_policy_that_haiku_keeps_for_one_thread(install, tmp_path):
+    """Another thread cannot look at it, nor verify a program by a trace."""
+    module = "_src/mixed_precision.py"
+    files = {"__init__.py": "", "_src/__init__.py": "", module: KEEPS_FOR_ONE_THREAD}
+    install("haiku", files)
+    source = """
+    from haiku._src import mixed_precision
+
+    mixed_precision._thread_local_state.policies["scaled"] = 2
+
+    @sc.step
+    def step(x):
+        return mixed_precision.scaled(x)
+    """
+    start(source, "haiku", tmp_path)
+    again = start(source, "haiku", tmp_path)
+    assert levels(again) == WITHOUT_COMPILING
+    assert "a haiku._src.mixed_precision._ThreadState cannot be looked into" in str(
+        again.step.last_miss
+    )
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("= 2", "= 3"), "haiku", tmp_path)
+
+
+def test_what_a_package_keeps_for_one_thread(install, tmp_path):
+    """Another thread finds out what a trace depended on."""
+    text = """
+    import threading
+
+    kept = threading.local()
+
+    def scale(x):
+        kept.stack = []
+        return x * getattr(kept, "factor", 2)
+    """
+    install("thread_pkg", {"__init__.py": text})
+    source = """
+    import thread_pkg
+
+    thread_pkg.kept.factor = 2
+
+    @sc.step
+    def step(x):
+        return thread_pkg.scale(x)
+    """
+    start(source, "thread_pkg", tmp_path)
+    assert levels(start(source, "thread_pkg", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("factor = 2", "factor = 3"), "thread_pkg", tmp_path)
 
 
 KEEPS_WHAT_LIVES = {
@@ -257,7 +384,8 @@ def test_what_cannot_be_stored_is_not_recorded_at_the_next_start(tmp_path, monke
         found = start(source, "", tmp_path)
         assert len(recordings) == 1
         assert levels(found) == BUILT
-        assert "it cannot be stored: it calls back into Python" in str(found.step.last_miss)
+        why = "must trace the step, because:\n    it cannot be stored: it calls back into Python"
+        assert why in str(found.step.last_miss)
     assert levels(start(source.replace("* 2", "* 1 * 2"), "", tmp_path)) == BUILT
     assert len(recordings) == 2
 
@@ -321,6 +449,127 @@ def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
     assert levels(start(source, "", tmp_path)) == WITHOUT_A_TRACE
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):  # Not twice any more.
         start(source.replace("factor=2", "factor=3"), "", tmp_path)
+
+
+def test_a_package_that_logs(install, tmp_path):
+    """Python's loggers remember which levels are enabled."""
+    text = """
+    import logging
+
+    logger = logging.getLogger("of a package")
+
+    def scale(x):
+        logger.debug("tracing")
+        return x * 2
+    """
+    install("logging_pkg", {"__init__.py": text})
+    source = """
+    import logging
+    import logging_pkg
+
+    logging_pkg.logger._cache.clear()
+
+    @sc.step
+    def step(x):
+        return logging_pkg.scale(x)
+    """
+    start(source, "logging_pkg", tmp_path)
+    assert levels(start(source, "logging_pkg", tmp_path)) == WITHOUT_A_TRACE
+    louder = source.replace("logging_pkg.logger._cache.clear()", "logging_pkg.logger.setLevel(10)")
+    assert levels(start(louder, "logging_pkg", tmp_path)) == WITHOUT_COMPILING
+
+
+def test_what_a_configuration_of_omegaconf_has_resolved_before(install, tmp_path):
+    """Hydra asks for the time, and so each of its configurations keeps it."""
+    text = """
+    import dataclasses
+
+    @dataclasses.dataclass
+    class ContainerMetadata:
+        resolver_cache: dict
+
+    class Config:
+        def __init__(self, now):
+            self._metadata, self.rate = ContainerMetadata({"now": now}), 2
+
+        def resolved(self):
+            return self._metadata.resolver_cache["now"]
+    """
+    install("omegaconf", {"__init__.py": "", "base.py": text})
+    source = """
+    from omegaconf import base
+
+    config = base.Config(now=1)
+
+    @sc.step
+    def step(x):
+        return x * config.rate
+    """
+    start(source, "omegaconf", tmp_path)
+    later = source.replace("now=1", "now=2")
+    assert levels(start(later, "omegaconf", tmp_path)) == WITHOUT_A_TRACE
+    asking = source.replace("config.rate", "(config.resolved() * 0 + config.rate)")
+    start(asking, "omegaconf", tmp_path)
+    asking = asking.replace("now=1", "now=2")
+    assert levels(start(asking, "omegaconf", tmp_path)) == WITHOUT_COMPILING
+
+
+def test_functions_that_beartype_makes(install, tmp_path):
+    """It writes addresses into the names of their parameters, and remembers a hash of strings."""
+    text = """
+    class BeartypeConf:
+        def __init__(self, given):
+            self._conf_args, self._hash = given, hash(given)
+    """
+    files = {"__init__.py": "", "_conf/__init__.py": "", "_conf/confmain.py": text}
+    install("beartype", files)
+    source = """
+    from beartype._conf.confmain import BeartypeConf
+
+    address, seed, kind = 100, "a", "float"
+    conf = BeartypeConf(("args",))
+    conf._hash = seed
+    made = {"BeartypeConf": BeartypeConf, "conf": conf, "__name__": "life"}
+    one, other = (f"__beartype_object_{each}" for each in (address, address + 8))
+    text = f"def scale(x, *, {one}={kind}, {other}=int, __beartype_conf=conf):"
+    text += f"return x * 2 * ({one} is not None)"
+    exec(compile(text, f"<@beartype(life.scale) at {address}>", "exec"), made)
+    scale = made["scale"]
+
+    @sc.step
+    def step(x):
+        return scale(x)
+    """
+    start(source, "beartype", tmp_path)
+    later = source.replace('100, "a"', '208, "b"')
+    assert levels(start(later, "beartype", tmp_path)) == WITHOUT_A_TRACE
+    other = start(later.replace('"float"', '"int"'), "beartype", tmp_path)
+    assert levels(other) == WITHOUT_COMPILING
+    assert "(default __beartype_object_0): class builtins.float → class builtins.int" in str(
+        other.step.last_miss
+    )
+
+
+def test_a_trace_that_copies_an_object(tmp_path):
+    """Python then keeps the names of its slots in its class, at the first copy."""
+    source = """
+    import copy
+
+    class Scale:
+        def __init__(self):
+            self.factor = 2
+
+    scale = Scale()
+
+    @sc.step
+    def step(x):
+        again = copy.copy(scale)
+        return x * getattr(again, "fac" + "tor")
+
+    step.warm(np.ones(2, np.float32))
+    """
+    start(source, "", tmp_path)
+    assert levels(start(source, "", tmp_path)) == (0, 0, 2)
 
 
 @pytest.mark.parametrize("name", ["stack", "currentframe", "getsource", "getmodule"])
