@@ -181,7 +181,7 @@ class Levels:
                 own_state = kept_for_this_thread(traced.used.names)
                 own_state |= _filled_by_trace(own_state, traced.used, result)
                 self._remember(own_state)
-                traced = replace(traced, dependencies=traced.dependencies | own_state)
+                traced = traced._replace(dependencies=traced.dependencies | own_state)
         except BaseException:
             self._record_anew()  # Nobody has examined what it used.
             raise
