@@ -37,8 +37,9 @@ class _Running:
 class BuildProgress:
     """A subscriber of the recorder that shows long builds."""
 
-    after_seconds: float = 2.0  # A build is shown after this time.
+    after_seconds: float = 2.0  # A build is shown after this time, on a terminal.
     console: Console | None = None  # To show it on; by default standard error.
+    log_after_seconds: float = 10.0  # It is logged after this time where that is no terminal.
     _running: dict[int, _Running] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _watcher: threading.Thread | None = None
@@ -88,19 +89,19 @@ class BuildProgress:
                 for running in self._running.values():
                     slow = now - running.started >= self.after_seconds
                     if slow and not running.shown and not _is_in_debugger(running.thread):
-                        running.shown = True
-                        self._show(running)
+                        running.shown = self._show(running, now - running.started)
 
-    def _show(self, running: _Running) -> None:
+    def _show(self, running: _Running, elapsed: float) -> bool:
+        """Shows a build, unless it has not taken long enough for that."""
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         console = self.console or Console(stderr=True)
         if not console.is_terminal:
-            elapsed = time.monotonic() - running.started
-            message = "building %s takes long: in %s after %.1f s"
-            _log.warning(message, running.step, running.stage, elapsed)
-            return
+            if is_long := elapsed >= self.log_after_seconds:
+                message = "building %s takes long: in %s after %.1f s"
+                _log.warning(message, running.step, running.stage, elapsed)
+            return is_long
         running.progress = Progress(
             SpinnerColumn(),
             TextColumn("building {task.fields[step]}: {task.fields[stage]}"),
@@ -113,6 +114,7 @@ class BuildProgress:
         )
         running.progress.add_task("", step=running.step, stage=running.stage)
         running.progress.start()
+        return True
 
     def _finish(self, build_id: int) -> None:
         with self._lock:

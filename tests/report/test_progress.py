@@ -1,4 +1,5 @@
 import io
+import re
 import time
 
 import pytest
@@ -25,9 +26,11 @@ def wait_for(condition, seconds=20.0):
 
 
 def test_a_long_build_is_one_log_line(caplog):
-    shown = BuildProgress(after_seconds=0.01)
+    shown = BuildProgress(after_seconds=0.01, log_after_seconds=0.3)
     shown(StageStarted("slow_step", 1, "trace"))
     wait_for(lambda: caplog.records)
+    (seconds,) = re.findall(r"after (\S+) s", caplog.text)
+    assert float(seconds) >= 0.3
     shown(StageStarted("slow_step", 1, "compile"))
     shown(BUILT)
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
