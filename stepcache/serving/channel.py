@@ -7,6 +7,7 @@ sockets, such as ZeroMQ, wakes eight, and a wake-up costs more than all else on 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import select
@@ -27,6 +28,7 @@ _CONNECT_SECONDS = 10.0
 _WAITING_TO_CONNECT = 1024
 _SPIN_SECONDS = 200e-6
 """Time for which a reader polls before it sleeps: to be woken would take about as long."""
+_NO_MORE_FILES, _FULL_SECONDS = (errno.EMFILE, errno.ENFILE), 0.02
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
 
@@ -215,9 +217,12 @@ class Channels(Generic[C]):
             if key.data is not None:
                 yield from self._received(key.data)
                 continue
-            with contextlib.suppress(OSError):
+            try:
                 channel = self._make(self._listener.accept()[0])
                 self._selector.register(channel, selectors.EVENT_READ, channel)
+            except OSError as error:
+                if error.errno in _NO_MORE_FILES:  # Until some are closed, the connection waits.
+                    time.sleep(_FULL_SECONDS)
 
     def _received(self, channel: C) -> Iterator[tuple[C, Any]]:
         try:

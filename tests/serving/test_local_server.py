@@ -1,6 +1,7 @@
 """The local engine: what it leaves behind, who may use it, and messages that are none."""
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 
 import stepcache as sc
 from stepcache.serving import local_transport
-from stepcache.serving.channel import Channel, Listener
+from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
@@ -440,3 +441,27 @@ def test_a_request_of_too_many_bytes_is_refused_at_once(server, monkeypatch):
             params = connection.variables("params", tree, write=sc.Write(mode="add"))
         params.push({"w": np.ones(3, np.float32)})
         assert params.value["w"].tolist() == [1, 1, 1]
+
+
+def test_a_process_without_files_waits_until_some_are_closed(tmp_path):
+    """Its selector says again and again that a client connects, whom it cannot accept."""
+    listener, looks = Listener(str(tmp_path / "socket")), []
+    channels = Channels(listener, lambda made: Channel(made, lambda data: None))
+    accept = listener.accept
+
+    def refused():
+        looks.append(None)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "socket"))
+        listener.accept = refused
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert not list(channels.received(1.0))
+        assert 1 <= len(looks) <= 25
+        listener.accept = accept
+        client.close()
+        messages = [message for _ in range(2) for _, message in channels.received(1.0)]
+        assert len(messages) == 1 and isinstance(messages[0], OSError)
+    channels.close()
