@@ -23,8 +23,6 @@ from typing import Any
 
 from stepcache._changes import Shared, Undoing, shared
 
-# ---- the switch interval ------------------------------------------------------------------------
-
 # In microseconds as Python keeps it, and no round number, to recognize what a user sets.
 _SWITCH_SECONDS = 0.000053
 
@@ -66,9 +64,6 @@ def quick_switching() -> Iterator[None]:
         yield
 
 
-# ---- garbage collections ------------------------------------------------------------------------
-
-
 class _Collecting(threading.local):
     collecting = False
 
@@ -108,9 +103,6 @@ class CollectionHook(Shared):
         for callback in (self._first, self._last):
             with contextlib.suppress(ValueError):
                 gc.callbacks.remove(callback)
-
-
-# ---- calls --------------------------------------------------------------------------------------
 
 
 def set_profile(function: Any) -> None:
@@ -260,9 +252,6 @@ def audit(hook: Callable[[str, tuple], None]) -> None:
     sys.addaudithook(hook)
 
 
-# ---- the end of the process, and forks ----------------------------------------------------------
-
-
 at_exit = atexit.register
 
 # Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
@@ -363,9 +352,6 @@ def _reset() -> None:
 
 
 at_fork(after_in_child=_reset)
-
-
-# ---- signals ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -100,8 +100,6 @@ class Engine:
         if archive is not None:
             archive.preloader.preload(step_label(self.spec.fun))
 
-    # ---- a call ------------------------------------------------------------------------------
-
     def run(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """Serves a call that the C++ dispatcher could not serve.
 
@@ -147,8 +145,6 @@ class Engine:
             self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
-    # ---- calls that pass `Variables` -----------------------------------------------------------
-
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.spec, args, kwargs)
         if jaxcompat.is_tracing():
@@ -172,8 +168,6 @@ class Engine:
             return self, *target.shown(args, kwargs)
         use = self.use(args, kwargs)
         return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
-
-    # ---- without running -----------------------------------------------------------------------
 
     def warm(self, args: tuple, kwargs: dict) -> Program | None:
         """Builds the program of a call without running it.
@@ -246,8 +240,6 @@ class Engine:
                 hint="close a session after its last step, or make a new one",
             )
 
-    # ---- signature, placement, key -----------------------------------------------------------
-
     def request(
         self, scope: Scope, args: tuple, kwargs: dict, *, as_committed: bool = False
     ) -> Request:
@@ -286,8 +278,6 @@ class Engine:
                 self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
-    # ---- programs ----------------------------------------------------------------------------
-
     def foresee(self, scope: Scope, request: Request) -> tuple[Miss, LookupResult]:
         """Why a call finds no program in memory, and what it will find on disk, or behind it."""
         miss, archive = self.miss_log.why(request), scope.cache.archive()
@@ -323,8 +313,6 @@ class Engine:
             self.miss_log.count(hits=1)
         return program
 
-    # ---- execution ---------------------------------------------------------------------------
-
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
         started, outputs = time.perf_counter(), None
         call = with_global_arrays(request)
@@ -346,8 +334,6 @@ class Engine:
             raise
         finally:
             self.resolver.settle(scope, request, outputs, started)
-
-    # ---- what is held ------------------------------------------------------------------------
 
     def show_use(self) -> None:
         """A cache asks which programs are in use: the next calls come through it."""

@@ -136,14 +136,10 @@ class FilterStep(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
 
-    # ---- as on filter_jit ----------------------------------------------------------------
-
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `filter_jit` does."""
         with in_mesh_of(current_scope()):
             return self._by_equinox.lower(*args, **kwargs)
-
-    # ---- as on stepcache.step ------------------------------------------------------------
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""

@@ -149,8 +149,6 @@ class ModuleStep(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"
 
-    # ---- as on nnx.jit -------------------------------------------------------------------
-
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces the function for these arguments, as `nnx.jit` does."""
         with in_mesh_of(current_scope()):
@@ -165,8 +163,6 @@ class ModuleStep(Generic[P, R]):
         """The outputs, with `jax.ShapeDtypeStruct` in the place of arrays."""
         with in_mesh_of(current_scope()):
             return self._by_nnx.eval_shape(*args, **kwargs)
-
-    # ---- as on stepcache.step ------------------------------------------------------------
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""

@@ -86,8 +86,6 @@ class Step(functools.partial, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<stepcache.step of {self._engine.spec.name}>"
 
-    # ---- as on jax.jit -------------------------------------------------------------------
-
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the function for these arguments, placed as a call would place them."""
         return self._engine.trace(*self._padded(args, kwargs))
@@ -112,8 +110,6 @@ class Step(functools.partial, Generic[P, R]):
 
     def _clear_cache(self) -> None:
         self._engine.dispatcher.clear()
-
-    # ---- what jax.jit does not tell ------------------------------------------------------
 
     def warm(self, /, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.

@@ -144,9 +144,6 @@ class OverPacked(OverGraphs):
         return Outcome(PACKED, (states, outcome.outputs))
 
 
-# ---- what can be packed -------------------------------------------------------------------------
-
-
 def packed_structure(state: ModuleState, variables: Sequence[nnx.Variable]) -> PackedStructure:
     """The structure of a module whose small values are to be packed.
 

@@ -83,9 +83,6 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-# ---- which are known ----------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=64)
 def kept_times(machine: str, operations: tuple[str, ...] = OPERATIONS) -> list[LinkTimes]:
     """Returns the times of a machine, if there are any: a list to which they may be added.
