@@ -25,9 +25,9 @@ from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
-from stepcache.events import Miss, StepStats
+from stepcache.events import Miss
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
-from stepcache.report.explanation import Explanation
+from stepcache.modules.module_step import ModuleStepBase
 from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
@@ -42,7 +42,7 @@ _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
 
 
-class FilterStep(Generic[P, R]):
+class FilterStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.equinox.step`: called like the function."""
 
     __wrapped__: Callable[P, R]
@@ -62,7 +62,7 @@ class FilterStep(Generic[P, R]):
             signature = signature.replace(parameters=[this, *signature.parameters.values()])
         self._is_quiet, self._donates = donate.startswith("all"), donate != "none"
         options = {**options, **_donated(donate, self._signature, int(has_arrays))}
-        self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
+        self._step = step_over_arrays(OverTrees(inner, signature, call), **options)
         self._build, self._seen = Builders(), _Seen()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -146,40 +146,8 @@ class FilterStep(Generic[P, R]):
         self._step.clear_cache()
         self._build.clear()
 
-    def warm(self, *args: Any, **kwargs: Any) -> None:
-        """Builds the program for these arguments, if it is not there; runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Raises:
-            PlacementError: the session cannot place an argument as asked.
-        """
-        given, named = with_stand_ins(self._taken, args, kwargs)
-        self._step.warm(*given, **named)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Returns:
-            An `Explanation`, in which arrays have their paths: `model.layers[3].weight`.
-        """
-        given, named = with_stand_ins(self._taken, args, kwargs)
-        return self._step.explain(*given, **named)
-
-    def stats(self) -> StepStats:
-        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._step.stats()
-
-    @property
-    def last_miss(self) -> Miss | None:
-        """Why the latest program was built; None before the first."""
-        return self._step.last_miss
+    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return with_stand_ins(self._taken, args, kwargs)
 
 
 class _Seen:

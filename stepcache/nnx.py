@@ -28,13 +28,12 @@ from stepcache import jaxcompat
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.errors import OptionError, StepCacheWarning, warn
-from stepcache.events import Miss, StepStats
+from stepcache.modules.module_step import ModuleStepBase
 from stepcache.modules.nnx_graph import GraphCall, OverGraphs
 from stepcache.modules.nnx_held import Held, hold_all, put, show_held, watch_for_looks
 from stepcache.modules.nnx_packing import OverPacked
 from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
-from stepcache.report.explanation import Explanation
 from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
@@ -48,7 +47,7 @@ _OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad", "pack")
 _PLACING = ("in_shardings", "out_shardings")
 
 
-class ModuleStep(Generic[P, R]):
+class ModuleStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.nnx.step`: called like the function, on modules as they are."""
 
     __wrapped__: Callable[P, R]
@@ -124,11 +123,11 @@ class ModuleStep(Generic[P, R]):
             )
         return self._call_kind(args, kwargs)
 
-    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
+    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         call = self._taken(args, kwargs)
         if self._packs and isinstance(call, GraphCall) and _places_nothing():
             show_held(call)
-        return call
+        return call.args, call.kwargs
 
     def _stop_packing(self, held: Sequence[Held]) -> None:
         self._packs = False
@@ -168,45 +167,6 @@ class ModuleStep(Generic[P, R]):
         """Drops the step's programs and traces; the next call builds anew."""
         self._plans.clear()
         self._step.clear_cache()
-
-    def warm(self, *args: Any, **kwargs: Any) -> None:
-        """Builds the program for these arguments, if it is not there; runs and changes nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Raises:
-            PlacementError: the session cannot place an argument as asked.
-            OptionError: the step's options place arguments, so that nnx serves it.
-        """
-        call = self._shown(args, kwargs)
-        self._step.warm(*call.args, **call.kwargs)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Returns:
-            An `Explanation`, in which arrays have their paths: `model.layers[3].kernel`.
-
-        Raises:
-            OptionError: the step's options place arguments, so that nnx serves it.
-        """
-        call = self._shown(args, kwargs)
-        return self._step.explain(*call.args, **call.kwargs)
-
-    def stats(self) -> StepStats:
-        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._step.stats()
-
-    @property
-    def last_miss(self) -> Miss | None:
-        """Why the latest program was built; None before the first."""
-        return self._step.last_miss
 
 
 def _places_nothing() -> bool:
