@@ -34,7 +34,7 @@ from stepcache.modules.nnx_held import Held, hold_all, put, show_held, watch_for
 from stepcache.modules.nnx_packing import OverPacked
 from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
-from stepcache.step import Step, reduced
+from stepcache.step import Step, as_tuple, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -177,20 +177,13 @@ def _places_nothing() -> bool:
 
 def _donated(fun: Callable, options: dict[str, Any]) -> tuple[set[int], set[str]]:
     """The donated arguments, by number and by name: either way, however they are passed."""
-    numbers, names = (
-        set(_several(options.get(name))) for name in ("donate_argnums", "donate_argnames")
-    )
+    given = (options.get(name) for name in ("donate_argnums", "donate_argnames"))
+    numbers, names = map(set, map(as_tuple, given))
     for number, name in enumerate(inspect.signature(fun).parameters):
         if number in numbers or name in names:
             numbers.add(number)
             names.add(name)
     return numbers, names
-
-
-def _several(value: Any) -> tuple:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:

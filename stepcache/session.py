@@ -32,6 +32,8 @@ from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.units import listed
+from stepcache.variables.checkpoint_items import locked
+from stepcache.variables.describing import named_leaves
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -233,10 +235,7 @@ class Session:
         self._check_replicas(tree, "in check_replicas")
 
     def _check_replicas(self, tree: Any, about: str, *, summed: bool = False) -> None:
-        held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
-        with contextlib.ExitStack() as locks:
-            for each in sorted(held, key=lambda each: each._number):
-                locks.enter_context(each._lock)
+        with locked(jax.tree_util.tree_leaves(tree)):
             check_replicas(lambda: _parts_of(tree), self._scope.peers, about, summed=summed)
 
     def __enter__(self) -> Session:
@@ -345,8 +344,7 @@ def _check_count(what: str, given: Any, least: int) -> None:
 
 def _parts_of(tree: Any) -> Iterator[Part]:
     """Path and array of what is in a tree; the leaves of variables in the place of those."""
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+    for path, leaf in named_leaves(tree)[0]:
         if isinstance(leaf, Variables):
             yield from leaf._parts_on_devices()
         else:

@@ -105,38 +105,30 @@ class Rules:
     def __init__(self, rules: Iterable[tuple[str, PartitionSpec]] = ()):
         checked = []
         for number, rule in enumerate(rules):
-            where = f"rule {number}"
             if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
                 raise OptionError(
                     "a rule is a pair of a regex and a PartitionSpec",
-                    where=where,
+                    where=f"rule {number}",
                     got=repr(rule),
                     hint='Rules([("kernel", PartitionSpec(None, "model"))])',
                 )
             pattern, spec = rule
+            where = f"rule {number}, {pattern!r}"
             if not isinstance(spec, PartitionSpec):
-                raise OptionError(
-                    "the second half of a rule is a jax.sharding.PartitionSpec",
-                    where=f"{where}, {pattern!r}",
-                    got=f"{spec!r} of type {type(spec).__name__}",
-                )
+                what = "the second half of a rule is a jax.sharding.PartitionSpec"
+                got = f"{spec!r} of type {type(spec).__name__}"
+                raise OptionError(what, where=where, got=got)
             if PartitionSpec.UNCONSTRAINED in spec:
-                raise OptionError(
-                    "a rule places a leaf, so its spec cannot leave a dimension unconstrained",
-                    where=f"{where}, {pattern!r}",
-                    got=str(spec),
-                )
+                what = "a rule places a leaf, so its spec cannot leave a dimension unconstrained"
+                raise OptionError(what, where=where, got=str(spec))
             try:
-                re.compile(pattern)
+                compiled = re.compile(pattern)
             except re.error as error:
-                raise OptionError(
-                    "the regex of a rule does not compile",
-                    where=f"{where}, {pattern!r}",
-                    got=str(error),
-                ) from None
-            checked.append((pattern, spec))
-        self.rules = tuple(checked)
-        self._patterns = tuple(re.compile(pattern) for pattern, _ in checked)
+                what = "the regex of a rule does not compile"
+                raise OptionError(what, where=where, got=str(error)) from None
+            checked.append(((pattern, spec), compiled))
+        self.rules = tuple(rule for rule, _ in checked)
+        self._patterns = tuple(compiled for _, compiled in checked)
 
     def match(self, path: str) -> int | None:
         """The index of the first rule whose regex is found in `path`."""

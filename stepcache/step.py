@@ -327,9 +327,8 @@ def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> N
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     nameless = {p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
-    numbers, names = (
-        _as_tuple(options.get(each)) for each in ("donate_argnums", "donate_argnames")
-    )
+    given = (options.get(each) for each in ("donate_argnums", "donate_argnames"))
+    numbers, names = map(as_tuple, given)
     added = {*carry, *_at(numbers, by_position)}
     beyond = {i for i in numbers if not -len(by_position) <= i < len(by_position)}
     donated = {i for i, name in enumerate(by_position) if name in added or name in names}
@@ -342,7 +341,8 @@ def _at(numbers: Iterable[int], names: Sequence[str]) -> list[str]:
     return [names[i] for i in numbers if -len(names) <= i < len(names)]
 
 
-def _as_tuple(value: Any) -> tuple:
+def as_tuple(value: Any) -> tuple:
+    """Numbers or names as `jax.jit` takes them: none, one or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int | str) else tuple(value)

@@ -11,11 +11,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.tree_util import keystr
 
 from stepcache.calls.layers import function_name
 from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.variables.describing import named_leaves
 
 _MODULES = (eqx.Module, eqx.nn.State)
 
@@ -81,8 +81,7 @@ class ModuleStructure:
 
     def _all_paths(self) -> list[str]:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
-        named = jax.tree_util.tree_flatten_with_path(numbered)[0]
-        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+        return [path for path, _ in named_leaves(numbered)[0]]
 
     def built(self, values: Sequence[Any]) -> Any:
         """The module."""

@@ -13,7 +13,6 @@ from flax import nnx
 from flax.nnx import extract, graphlib
 from flax.nnx.transforms.compilation import SimpleJitFn
 from flax.typing import HashableMapping
-from jax.tree_util import keystr
 
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 from stepcache.modules.nnx_graph import GraphStructure
@@ -24,6 +23,7 @@ from stepcache.modules.nnx_variables import (
     set_values,
     value_of,
 )
+from stepcache.variables.describing import named_leaves
 
 
 def _is_variable(x: Any) -> bool:
@@ -59,8 +59,7 @@ class TreeStructure:
     def paths(self) -> list[str]:
         """The path of each array, in order."""
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
-        named = jax.tree_util.tree_flatten_with_path(numbered)[0]
-        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+        return [path for path, _ in named_leaves(numbered)[0]]
 
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: static attributes, and the classes of modules; by path."""
