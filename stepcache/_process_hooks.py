@@ -119,11 +119,7 @@ def set_profile(function: Any) -> None:
 
 
 class ThreadProfile:
-    """`sys.setprofile` in this thread, beside a Python profiler that is there already.
-
-    Args:
-        profile: a function made for this purpose. Gets the events first.
-    """
+    """`sys.setprofile` in this thread. A Python profiler that is there already gets events too."""
 
     def __init__(self, profile: Callable[[Any, Any, Any], None]):
         self._before = sys.getprofile()
@@ -189,9 +185,7 @@ class CallMonitor(Shared):
     def disable(self, code: CodeType, *, for_good: bool = False) -> Any:
         """What a callback returns for a place in `code` that it need not see again.
 
-        Args:
-            code: where the place is.
-            for_good: not even after the last user has stopped.
+        Not even after the last user has stopped, if it is `for_good`.
         """
         if len(self._tools) != 1:
             return None

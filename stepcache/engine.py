@@ -50,14 +50,7 @@ from stepcache.weak_objects import WeakObjects
 
 
 class Engine:
-    """Runs one step.
-
-    Args:
-        spec: the step.
-        scope: gives the scope of the session in which a call is made.
-        miss_log: where it writes what it builds; by default one of its own.
-        is_over_buffers: its arguments are buffers in the place of `Variables`.
-    """
+    """Runs one step; if it is over buffers, with these in the place of `Variables`."""
 
     def __init__(
         self,

@@ -208,16 +208,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str) -> None:
-    """Raises an error if a directory is a URL, which would create a directory such as `gs:`.
-
-    Args:
-        place: the directory, as the user gave it.
-        error: class of the error.
-        where: the option or variable with this directory.
-
-    Raises:
-        StepCacheError: of the class `error`.
-    """
+    """Raises an error if a directory is a URL, which would create a directory such as `gs:`."""
     text = os.fsdecode(place)
     if not _URL.match(text):
         return

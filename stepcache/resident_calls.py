@@ -28,14 +28,10 @@ def is_admitted(engine: Any) -> bool:
 
 
 class ResidentCalls:
-    """Serves the calls of one step that pass `Variables`.
-
-    Args:
-        dispatch: what serves a call for which there is no plan.
-        make_engine: makes the engine that runs the step over buffers.
+    """Serves the calls of one step that pass `Variables`; `dispatch` those without a plan.
 
     Attributes:
-        made: that engine, once there is one.
+        made: the engine that runs the step over buffers, once there is one.
         serve_by: has the step call something else than its dispatcher; the step says what.
     """
 

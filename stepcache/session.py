@@ -16,12 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
-from stepcache.calls.context import (
-    DEFAULT_SCOPE,
-    Scope,
-    current_scope,
-    token_of,
-)
+from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_of
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
 from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part, check_replicas

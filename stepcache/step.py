@@ -253,13 +253,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
 
 
 def reduced(step: Any, make: Callable, *args: Any) -> Any:
-    """What the `__reduce__` of a step returns.
-
-    Args:
-        step: the step.
-        make: makes an equal one of `args`, where the step is not found by its name.
-        *args: of `make`.
-    """
+    """What the `__reduce__` of a step returns: its name, or else what makes an equal one."""
     path, module = getattr(step, "__qualname__", ""), getattr(step, "__module__", "")
     found = sys.modules.get(module)
     for name in path.split("."):

@@ -31,11 +31,6 @@ def opener(module: Any, leaves: Sequence[Any], tree: Any) -> Opener | None:
 
     It returns the arrays of a module in the order of JAX. It returns None for a module that has
     arrays of other types or in other places, or another object in the place of anything else.
-
-    Args:
-        module: the one.
-        leaves: of the module.
-        tree: its tree structure.
     """
     levels = _levels(tree)
     if levels is None:
@@ -47,12 +42,7 @@ def opener(module: Any, leaves: Sequence[Any], tree: Any) -> Opener | None:
 
 
 def builder(tree: Any, statics: dict[int, Any]) -> Builder | None:
-    """What builds a module of its arrays, as JAX does, or None.
-
-    Args:
-        tree: the tree structure.
-        statics: number and value of each leaf that is no array.
-    """
+    """What builds a module of its arrays and `statics`, its other leaves by number, or None."""
     levels = _levels(tree)
     if levels is None:
         return None

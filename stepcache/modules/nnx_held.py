@@ -25,13 +25,7 @@ from stepcache import _process_hooks, jaxcompat
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
 from stepcache.modules.nnx_packing import PACKED, PackedStructure, is_like, packed_structure
-from stepcache.modules.nnx_variables import (
-    clear_value,
-    is_empty,
-    raw_values,
-    set_values,
-    value_of,
-)
+from stepcache.modules.nnx_variables import clear_value, is_empty, raw_values, set_values, value_of
 from stepcache.variables.packing import Slot
 
 _FEW = 16
@@ -43,11 +37,7 @@ _unused: list[Held] = []
 
 
 class Held:
-    """The values of the variables of one module, small ones in buffers.
-
-    Args:
-        structure: of the module.
-        variables: all of its own, in order.
+    """The values of all variables of one module, small ones in buffers.
 
     Attributes:
         root: the module, weakly.

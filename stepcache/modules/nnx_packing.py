@@ -145,12 +145,7 @@ class OverPacked(OverGraphs):
 
 
 def packed_structure(state: ModuleState, variables: Sequence[nnx.Variable]) -> PackedStructure:
-    """The structure of a module whose small values are to be packed.
-
-    Args:
-        state: of the module, as `GraphCall` makes it.
-        variables: of the module, in the order of the values.
-    """
+    """The structure of a module whose small values are to be packed, of its own variables."""
     (device,) = jax.device_put(0).sharding.device_set
     slots = [_slot_of(*pair, device) for pair in zip(variables, state.values, strict=True)]
     return PackedStructure(state.structure, slots)

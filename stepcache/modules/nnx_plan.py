@@ -36,12 +36,8 @@ class Unplanned(Exception):
 class CallPlan:
     """Serves calls that pass the same modules, by position, in the same places.
 
-    A plan does not keep the modules themselves alive.
-
-    Args:
-        args, kwargs: of a call that a program is about to serve; what another thread changes
-            meanwhile is seen at the next one.
-        call: the same, as the program takes it.
+    A plan does not keep the modules themselves alive. It is made before a program serves the call:
+    what another thread changes meanwhile is seen at the next one.
 
     Raises:
         Unplanned: modules are inside other arguments, or hold something that no plan can compare.
@@ -115,9 +111,7 @@ def planned(args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> 
 class _Contents:
     """Everything in some modules, as nnx would find it, to be compared with later.
 
-    Args:
-        objects: the modules and variables.
-        roots: those among them that are given to each comparison, and are not kept alive.
+    The roots are given to each comparison, and are not kept alive.
     """
 
     def __init__(self, objects: graphlib.RefMap, roots: list[Any]):

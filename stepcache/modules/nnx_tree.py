@@ -151,12 +151,8 @@ class OverTrees(OverModules):
     """Calls a function on the arguments that its arguments stand for.
 
     `Outcome.states` are the values of variables that nnx gives new ones; `Outcome.about` has the
-    numbers of these, and numbers and metadata of variables whose metadata was changed.
-
-    Args:
-        fun: the function.
-        name: its name.
-        numbers, names: of the arguments that are donated, whose variables all get new values.
+    numbers of these, and numbers and metadata of variables whose metadata was changed. Arguments
+    are donated by numbers and names: their variables all get new values.
     """
 
     def __init__(self, fun: Any, name: str, numbers: Collection[int], names: Collection[str]):

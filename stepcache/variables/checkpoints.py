@@ -221,12 +221,9 @@ def save(
 def write_leaves(
     root: Path, leaves: list[Leaf], about: dict[str, Any], keep: int | None, step: int
 ) -> None:
-    """Writes named leaves to a checkpoint. In a pod all processes call it.
+    """Writes named leaves to a checkpoint, and what `about` says of variables, by their names.
 
-    Args:
-        root, keep, step: as of `save`.
-        leaves: what to write.
-        about: what is saved about variables, by their names.
+    In a pod all processes call it.
     """
     saving = Saving(root, keep, step)
     saving._start(*_stored_form(leaves, about, copied=False))

@@ -30,12 +30,7 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 class Parameters:
-    """The parameters of an optimizer, beside which its state is placed.
-
-    Args:
-        prefix: what their paths begin with for rules.
-        slots: what they are, and where they are placed.
-    """
+    """The parameters of an optimizer, beside which its state is placed."""
 
     def __init__(self, prefix: str, slots: Sequence[Slot]):
         self._prefix, self._slots = prefix, {slot.path: slot for slot in slots}

@@ -85,12 +85,7 @@ def today() -> str:
 
 @functools.lru_cache(maxsize=64)
 def kept_times(machine: str, operations: tuple[str, ...] = OPERATIONS) -> list[LinkTimes]:
-    """Returns the times of a machine, if there are any: a list to which they may be added.
-
-    Args:
-        machine: name of the machine.
-        operations: that have to be among them.
-    """
+    """Returns the times of a machine, of all operations: a list, empty where they are not known."""
     file = _file(machine)
     try:
         found = record_of(LinkTimes, json.loads(file.read_bytes())) if file else None
@@ -105,13 +100,8 @@ def fastest_route(
 ) -> tuple[str, str] | None:
     """Returns the route whose reads take the least time as measured here, and why in words.
 
-    Args:
-        devices: that get the value.
-        size_bytes, leaves: of the value.
-        in_program: whether the program that takes the value reads it, where it is gathered.
-
-    Returns:
-        None if the times are not known.
+    None if the times are not known. With `in_program`, the program that takes the value reads it
+    where it is gathered.
     """
     if not (kept := kept_times(machine_of(devices))):
         return None

@@ -56,12 +56,7 @@ class Source(Protocol):
     """Where the values of several variables come from."""
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
-        """Finds out which versions some masters have, of one moment, and fetches what is needed.
-
-        Args:
-            readers: the masters, and who reads them.
-            values: whether to fetch, or only to look.
-        """
+        """Finds out which versions some masters have at one moment; fetches needed `values`."""
         ...
 
     def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
@@ -378,11 +373,7 @@ def hold(
 ) -> Master:
     """Copies the arrays of a tree to where a placement says, and counts what moves.
 
-    Args:
-        name: of the variables, for errors.
-        prefix: what paths begin with for rules.
-        pack: whether small leaves share buffers.
-        parameters: of an optimizer's state, what it is the state of.
+    `name` is for errors, `prefix` for rules; `parameters` are what the tree is the state of.
 
     Raises:
         VariablesError: a leaf is no array, a device lacks the memory, or a policy needs the whole

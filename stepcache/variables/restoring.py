@@ -85,16 +85,8 @@ def read_leaves(
 ) -> tuple[dict[Name, Any], dict[str, Any]]:
     """Reads named leaves from a checkpoint. In a pod all processes call it.
 
-    An optimizer's state that was not stored is not read.
-
-    Args:
-        root: directory of the checkpoint, or of numbered ones.
-        leaves: templates of what to read.
-        asked: names of the items.
-        partial: as of `restore`.
-
-    Returns:
-        The values by the names of leaves, and what was saved about variables.
+    Returns the values by the names of leaves, and what was saved about variables. An optimizer's
+    state that was not stored is not read. `asked` are the names of the items.
     """
     import orbax.checkpoint as ocp
 

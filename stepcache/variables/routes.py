@@ -20,18 +20,11 @@ from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
 def choose_route(
-    asked: str,
-    devices: int,
-    ahead: bool = False,
-    measured: tuple[str, str] | None = None,
+    asked: str, devices: int, ahead: bool = False, measured: tuple[str, str] | None = None
 ) -> tuple[str, str]:
     """Returns the route of a read to so many devices, perhaps ahead of the next step, and why.
 
-    Args:
-        asked: as in `Read`.
-        devices: how many.
-        ahead: whether it is read beside a running step.
-        measured: the route that took the least time on this machine, and why; None for unknown.
+    `measured` is the route that took the least time on this machine, and why; None for unknown.
     """
     if asked != "auto":
         return asked, "asked for"
