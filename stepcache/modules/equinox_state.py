@@ -85,16 +85,10 @@ class ModuleStructure:
 
     def built(self, values: Sequence[Any]) -> Any:
         """The module."""
-        if not self.statics:
-            return self.tree.unflatten(values)
-        leaves: list[Any] = []
-        start = 0
+        leaves = list(values)
         for number, value in self.statics:
-            end = start + number - len(leaves)
-            leaves += values[start:end]
-            leaves.append(value)
-            start = end
-        return self.tree.unflatten(leaves + list(values[start:]))
+            leaves.insert(number, value)
+        return self.tree.unflatten(leaves)
 
 
 class Fixed:

@@ -162,13 +162,13 @@ def leaves_of(item: str, tree: Any) -> list[Leaf]:
     siblings = collections.defaultdict(set)
     for keys, _ in flat:
         for depth, key in enumerate(keys):
-            siblings[keys[:depth], _text(key)].add(key)
+            siblings[keys[:depth], key_text(key)].add(key)
     names = []
     for keys, _ in flat:
         parts = [item]
         for depth, key in enumerate(keys):
-            text = escape(_text(key))
-            if len(siblings[keys[:depth], _text(key)]) > 1:  # Such as 1 and "1".
+            text = escape(key_text(key))
+            if len(siblings[keys[:depth], key_text(key)]) > 1:  # Such as 1 and "1".
                 kind = type(getattr(key, "key", key)).__name__
                 text += "" if kind == "str" else f"%{kind}"
             parts.append(text)
@@ -186,7 +186,8 @@ def leaves_of(item: str, tree: Any) -> list[Leaf]:
     return leaves
 
 
-def _text(key: Any) -> str:
+def key_text(key: Any) -> str:
+    """A key of a path as text."""
     return keystr((key,), simple=True)
 
 

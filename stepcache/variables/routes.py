@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from stepcache import jaxcompat
 from stepcache.variables.packing import Buffer, Packed, bytes_here, shards_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Links, links
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.transfer import Meter, copy, in_device_shape
+from stepcache.variables.transfer import Meter, copy, free, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
@@ -78,9 +77,7 @@ class Route:
             if host is not None:
                 meter[HOST_LINK] += bytes_here(source)
                 meter[DEVICE_LINK] += bytes_here(target) - bytes_here(source)
-        pairs = zip(buffers, packed.layout.buffers, strict=True)
-        made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
-        return Packed(packed.layout, tuple(made))
+        return free(Packed(packed.layout, tuple(buffers)))
 
     def _sent(self, value: Any, device: Any, leg: _Leg, meter: Meter) -> Any:
         """A buffer that this process has, copied by `jax.device_put`."""

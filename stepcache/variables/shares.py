@@ -64,7 +64,7 @@ class HostLayout(Layout):
         return crossing, sum(device for _, device in read) - crossing
 
     @functools.cached_property
-    def _homes(self) -> list[Any]:
+    def homes(self) -> list[Any]:
         """The sharding of each buffer where it is kept."""
         rows = zip(self.on_host, self.on_device, strict=True)
         return [(host or device).sharding for host, device in rows]
@@ -73,7 +73,7 @@ class HostLayout(Layout):
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
         places = [buffer.sharding for buffer in self.on_device]
-        return jax.jit(self._read, in_shardings=(self._homes,), out_shardings=places)
+        return jax.jit(self._read, in_shardings=(self.homes,), out_shardings=places)
 
     def _read(self, buffers: Sequence[Any]) -> list[Any]:
         return [
@@ -112,7 +112,7 @@ class HostLayout(Layout):
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""
-        return jax.jit(self._write, out_shardings=self._homes)
+        return jax.jit(self._write, out_shardings=self.homes)
 
     def _write(self, buffers: Sequence[Any]) -> list[Any]:
         return [

@@ -125,10 +125,9 @@ def free(packed: Packed) -> Packed:
 
 def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """What a program wrote to host memory, counted; moved where that is another device's."""
-    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-    home: Any = [(host or device).sharding for _, host, device in rows]
-    if home and packed.buffers[0].sharding.device_set != home[0].device_set:
-        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
+    homes = layout.homes
+    if homes and packed.buffers[0].sharding.device_set != homes[0].device_set:
+        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), homes)))
     meter[HOST_LINK] += layout.bytes_here[0]
     return packed
 
