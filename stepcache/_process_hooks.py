@@ -48,11 +48,7 @@ _switching = _Switching()
 
 
 def switch_quickly(undoing: Undoing) -> None:
-    """Has Python switch between threads often, so that others need not wait for this one.
-
-    The interval is restored when the last user leaves, unless other code has set it
-    meanwhile.
-    """
+    """Has Python switch between threads often, until the last user leaves or other code sets it."""
     undoing.use(_switching)
 
 

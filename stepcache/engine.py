@@ -94,11 +94,7 @@ class Engine:
             archive.preloader.preload(step_label(self.spec.fun))
 
     def run(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Serves a call that the C++ dispatcher could not serve.
-
-        Returns:
-            The outputs, and what the dispatcher needs to serve the next such call by itself.
-        """
+        """The outputs of a call, and what the dispatcher needs to serve the next one by itself."""
         started = time.perf_counter()
         if (target := self.scope().target) is not None and not jaxcompat.is_tracing():
             return target.call(self, self._open_scope(), args, kwargs), None
@@ -163,11 +159,7 @@ class Engine:
         return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
 
     def warm(self, args: tuple, kwargs: dict) -> Program | None:
-        """Builds the program of a call without running it.
-
-        Returns:
-            The program; None where other processes, or `jax.jit` itself, run the call.
-        """
+        """Builds the program of a call; None where other processes, or `jax.jit` itself, run it."""
         started = time.perf_counter()
         if (target := self.scope().target) is not None:
             return target.warm(self, self._open_scope(), args, kwargs)

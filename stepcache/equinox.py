@@ -82,7 +82,8 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
                 raise
-            if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
+            leaves = jax.tree.leaves((args, kwargs))
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
                 raise eqx.EquinoxRuntimeError(_message(error)) from None
             # Called again, with the same arguments, equinox says where in the function that was.
             return self._run_by_equinox(args, kwargs)
@@ -254,10 +255,6 @@ def _donated(donate: str, signature: inspect.Signature, offset: int) -> dict[str
             if each.kind is inspect.Parameter.KEYWORD_ONLY
         ],
     }
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.is_deleted()
 
 
 def _message(error: Exception) -> str:

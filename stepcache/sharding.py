@@ -42,11 +42,7 @@ def processes_of(devices: Iterable) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """How many processes' parts make a whole dimension that is split over some axes of a mesh.
-
-    Raises:
-        PlacementError: some process would hold more of it than another.
-    """
+    """How many processes' equal parts make a dimension that is split over some axes of a mesh."""
     if len(processes_of(devices_of(mesh))) < 2:
         return 1
     total = math.prod(mesh.shape[axis] for axis in axes)

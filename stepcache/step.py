@@ -286,11 +286,7 @@ def _names(role: str, given: Any) -> tuple[str, ...]:
 def _check_roles(
     fun: Callable, named: Mapping[str, tuple[str, ...]], options: dict[str, Any]
 ) -> None:
-    """Whether each argument that has a role can have it.
-
-    Raises:
-        OptionError: it is no parameter that can have it, is static, or has two roles.
-    """
+    """Raises `OptionError` for a role of what is no such parameter, is static, or has two roles."""
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)

@@ -104,11 +104,7 @@ jax.tree_util.register_pytree_node(Fixed, lambda x: ((), (type(x.value), x.value
 
 
 def taken(tree: Any) -> Any:
-    """A tree with `ModuleState` in the place of modules, and `Fixed` in that of static leaves.
-
-    Raises:
-        TypeError: a static leaf has no hash.
-    """
+    """A tree with `ModuleState` for modules and `Fixed` for static leaves, which need a hash."""
     if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
         return _take(tree)
     return jax.tree.map(_take, tree, is_leaf=is_module)
@@ -269,10 +265,7 @@ def _is_taken(x: Any) -> bool:
 class OverTrees(OverModules):
     """Calls a function on the modules and static values that its arguments stand for.
 
-    Args:
-        fun: the function, without arrays in it.
-        signature: of the arguments.
-        call: calls what the arguments say, where that is not the function.
+    Of a function with arrays in it, these are an argument too, and `call` gets them first.
     """
 
     def __init__(self, fun: Any, signature: inspect.Signature, call: Callable | None = None):

@@ -221,10 +221,7 @@ def save(
 def write_leaves(
     root: Path, leaves: list[Leaf], about: dict[str, Any], keep: int | None, step: int
 ) -> None:
-    """Writes named leaves to a checkpoint, and what `about` says of variables, by their names.
-
-    In a pod all processes call it.
-    """
+    """Writes named leaves, and `about` variables, to a checkpoint; in a pod, by all processes."""
     saving = Saving(root, keep, step)
     saving._start(*_stored_form(leaves, about, copied=False))
     saving._finish_now()

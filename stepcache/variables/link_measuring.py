@@ -128,11 +128,9 @@ def _carried(layout: HostLayout, buffers: Sequence[Any]) -> tuple[list[Any], lis
     return leaves, layout.pack([each * 2 for each in leaves])
 
 
-def _corners(buffers: Sequence[Any]) -> list[Any]:
+@jax.jit
+def _look(buffers: Sequence[Any]) -> list[Any]:
     return [each.ravel()[:1] for each in buffers]
-
-
-_look = jax.jit(_corners)
 
 
 def _looked_at(packed: Packed) -> list[Any]:

@@ -21,10 +21,7 @@ from stepcache.variables.wire import coded_bytes, codes, decode, encode
 def choose_route(
     asked: str, devices: int, ahead: bool = False, measured: tuple[str, str] | None = None
 ) -> tuple[str, str]:
-    """Returns the route of a read to so many devices, perhaps ahead of the next step, and why.
-
-    `measured` is the route that took the least time on this machine, and why; None for unknown.
-    """
+    """The route of a read to so many devices, and why; `measured` is the fastest, if known."""
     if asked != "auto":
         return asked, "asked for"
     if devices == 1:

@@ -38,8 +38,7 @@ def pack(leaves: Sequence[Any], layout: Layout, *, may_alias: bool = False) -> P
     """Copies leaves into buffers on the devices. They may be changed or donated afterwards.
 
     Args:
-        leaves: of the value.
-        layout: of the buffers.
+        leaves, layout: of the value.
         may_alias: whether the leaves never change, so that a CPU device may use the memory of numpy
             arrays as it is. JAX refers to them then, and does not write to them, as PJRT promises
             (`kImmutableZeroCopy`): it copies them when they are donated.
