@@ -212,13 +212,9 @@ def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str
     text = os.fsdecode(place)
     if not _URL.match(text):
         return
-    raise error(
-        "Expected a directory of a local or mounted file system, and not a URL",
-        where=where,
-        expected="the path of a directory",
-        got=text,
-        hint=_instead_of(text, error),
-    )
+    what = "Expected a directory of a local or mounted file system, and not a URL"
+    hint = _instead_of(text, error)
+    raise error(what, where=where, expected="the path of a directory", got=text, hint=hint)
 
 
 def _instead_of(url: str, error: type[StepCacheError]) -> str:

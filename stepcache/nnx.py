@@ -78,11 +78,9 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _check_packing(self) -> None:
         if self._call_kind is not GraphCall:
-            raise OptionError(
-                "pack=True is for steps in the mode that nnx.jit has by default",
-                where=function_name(self.__wrapped__),
-                got="in_shardings, out_shardings, graph=False or graph_updates=False",
-            )
+            what = "pack=True is for steps in the mode that nnx.jit has by default"
+            got = "in_shardings, out_shardings, graph=False or graph_updates=False"
+            raise OptionError(what, where=function_name(self.__wrapped__), got=got)
         watch_for_looks()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -115,12 +113,10 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
         if self._call_kind is None:
-            raise OptionError(
-                "this cannot be asked of a step that nnx serves",
-                where=function_name(self.__wrapped__),
-                got="in_shardings, out_shardings, or graph=True with graph_updates=False",
-                hint="a session's Rules place modules by their paths",
-            )
+            what = "this cannot be asked of a step that nnx serves"
+            hint = "a session's Rules place modules by their paths"
+            got = "in_shardings, out_shardings, or graph=True with graph_updates=False"
+            raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
         return self._call_kind(args, kwargs)
 
     def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -250,12 +246,10 @@ def step(fun: Any = None, /, **options: Any) -> Any:
         OptionError: `carry`, an unknown keyword, or `pack` in another mode than the default one.
     """
     if "carry" in options:
-        raise OptionError(
-            "modules are not carried: they are updated in place",
-            where="stepcache.nnx.step",
-            got=f"carry={options['carry']!r}",
-            hint="leave carry away; donate_argnames spares the memory of the old values",
-        )
+        what = "modules are not carried: they are updated in place"
+        hint = "leave carry away; donate_argnames spares the memory of the old values"
+        got = f"carry={options['carry']!r}"
+        raise OptionError(what, where="stepcache.nnx.step", got=got, hint=hint)
     for name in options:
         if name not in (*_KEYWORDS, *_OF_STEP):
             raise OptionError(

@@ -322,12 +322,9 @@ class Session:
 
 def _check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
     if given not in choices:
-        raise OptionError(
-            f"unknown {name}",
-            where="Session",
-            expected=f"one of {', '.join(map(repr, choices))}",
-            got=repr(given),
-        )
+        what = f"unknown {name}"
+        expected = f"one of {', '.join(map(repr, choices))}"
+        raise OptionError(what, where="Session", expected=expected, got=repr(given))
 
 
 def _check_count(what: str, given: Any, least: int) -> None:
@@ -352,19 +349,14 @@ def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer 
     if mesh is None:
         for name, given in (("rules", len(rules) > 0), ("data_axis", data_axis != "data")):
             if given:
-                raise OptionError(
-                    f"{name} without a mesh: there is nothing to place leaves on",
-                    where="Session",
-                    hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
-                )
+                what = f"{name} without a mesh: there is nothing to place leaves on"
+                hint = f"Session(mesh, {name}=...), with a mesh from jax.make_mesh"
+                raise OptionError(what, where="Session", hint=hint)
         return None
     if not isinstance(mesh, kind):
-        raise OptionError(
-            "mesh must be a jax.sharding.Mesh",
-            where="Session",
-            got=type(mesh).__name__,
-            hint='jax.make_mesh((4, 2), ("data", "model"))',
-        )
+        what = "mesh must be a jax.sharding.Mesh"
+        hint = 'jax.make_mesh((4, 2), ("data", "model"))'
+        raise OptionError(what, where="Session", got=type(mesh).__name__, hint=hint)
     return Placer(mesh, rules, data_axis)
 
 

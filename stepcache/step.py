@@ -305,11 +305,9 @@ def _check_roles(
             raise OptionError(f"{name!r} cannot be both {_ROLES[role]} and static", where="step")
     for name in named["carry"]:
         if name in named["batch"]:
-            raise OptionError(
-                f"{name!r} cannot be both carried and a batch",
-                where="step",
-                hint="a rule of the session can split leaves of a carry",
-            )
+            what = f"{name!r} cannot be both carried and a batch"
+            hint = "a rule of the session can split leaves of a carry"
+            raise OptionError(what, where="step", hint=hint)
 
 
 def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> None:

@@ -211,9 +211,6 @@ def find(path: Path) -> Path:
     got = f"a directory with {listed(names)}" if names else "an empty directory"
     if not path.is_dir():
         got = "a file" if path.exists() else "no such path"
-    raise VariablesError(
-        "there is no checkpoint to restore",
-        where=str(path),
-        expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",
-        got=got,
-    )
+    what = "there is no checkpoint to restore"
+    expected = "a directory that stepcache.save or orbax's StandardCheckpointer wrote"
+    raise VariablesError(what, where=str(path), expected=expected, got=got)

@@ -287,11 +287,9 @@ def _storable(leaf: Leaf, *, copied: bool) -> Any:
     value: Any = leaf.value
     is_template = isinstance(value, jax.ShapeDtypeStruct)
     if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
-        raise VariablesError(
-            "a leaf of a checkpoint has no value",
-            where=leaf.path,
-            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
-        )
+        what = "a leaf of a checkpoint has no value"
+        got = "a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted"
+        raise VariablesError(what, where=leaf.path, got=got)
     if not isinstance(value, jax.Array):
         return np.array(value) if copied else np.asarray(value)
     value = jax.random.key_data(value) if is_key(value) else value

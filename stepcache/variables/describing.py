@@ -105,11 +105,9 @@ def placer_of(name: str, on_device: Replicated | Sharded, placer: Placer | None)
     if not isinstance(on_device, Sharded):
         return placer
     if placer is None:
-        raise VariablesError(
-            "Sharded(rules) splits over a mesh, and there is none",
-            where=name,
-            hint="make the variables inside `with Session(mesh)`",
-        )
+        what = "Sharded(rules) splits over a mesh, and there is none"
+        hint = "make the variables inside `with Session(mesh)`"
+        raise VariablesError(what, where=name, hint=hint)
     return Placer(placer.mesh, on_device.rules, None)
 
 

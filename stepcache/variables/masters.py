@@ -182,11 +182,9 @@ class Master:
     def check_not_lost(self, name: str) -> None:
         """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
-            raise VariablesError(
-                f"{LOST}: a program donated its buffers, and failed or was interrupted",
-                where=name,
-                hint="assign(...) or restore(...) a value that was kept",
-            )
+            what = f"{LOST}: a program donated its buffers, and failed or was interrupted"
+            hint = "assign(...) or restore(...) a value that was kept"
+            raise VariablesError(what, where=name, hint=hint)
 
 
 class InHostMemory(Master):
