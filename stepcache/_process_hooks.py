@@ -271,10 +271,7 @@ def at_end_of_child(function: Callable[[], None]) -> None:
 
     known = _at_ends.get(function)
     if known is None or not known.still_active():  # A child forgets those of its parent.
-        _at_ends[function] = util.Finalize(None, function, exitpriority=_AFTER_OTHERS)
-
-
-_AFTER_OTHERS = -100
+        _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
 
 
 def at_fork(**functions: Callable[[], None]) -> None:

@@ -152,16 +152,11 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
 
 
 class _Seen:
-    """What has been seen of a step's programs: by all copies that tree operations make of it.
-
-    Attributes:
-        checked: the miss of the latest program that was looked at.
-        may_raise: whether one of them calls back into Python.
-    """
+    """What has been seen of a step's programs: by all copies that tree operations make of it."""
 
     def __init__(self) -> None:
-        self.checked: Miss | None = None
-        self.may_raise, self._traces = False, 0
+        self.checked: Miss | None = None  # Of the latest program that was looked at.
+        self.may_raise, self._traces = False, 0  # The first: whether one calls back into Python.
 
     def new_trace_of(self, step: Step) -> bool:
         """Whether the latest program was traced: what was stored never calls back into Python."""

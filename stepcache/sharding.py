@@ -153,19 +153,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a leaf goes, and which rule or default says so.
-
-    Attributes:
-        sharding: where.
-        shape: of the whole, of which a process of a pod may hand in a part.
-        why: the role of its argument, and the rule or default.
-        rule: the index of the rule, if it was one.
-    """
+    """Where a leaf goes, and which rule or default says so."""
 
     sharding: NamedSharding
-    shape: tuple[int, ...]
-    why: str
-    rule: int | None = None
+    shape: tuple[int, ...]  # Of the whole, of which a process of a pod may hand in a part.
+    why: str  # The role of its argument, and the rule or default.
+    rule: int | None = None  # The index of the rule, if it was one.
 
 
 @dataclass(frozen=True, slots=True)

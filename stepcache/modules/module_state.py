@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,14 +25,10 @@ class ModuleState:
         self.structure, self.values = structure, values
 
 
-def _named(state: ModuleState) -> Iterable[tuple[str, Any]]:
-    return zip(state.structure.paths(), state.values, strict=True)
-
-
 jax.tree_util.register_pytree_with_keys(
     ModuleState,
     lambda state: (
-        [(AttributePath(path), value) for path, value in _named(state)],
+        [(AttributePath(p), x) for p, x in zip(state.structure.paths(), state.values, strict=True)],
         state.structure,
     ),
     ModuleState,

@@ -37,13 +37,7 @@ _unused: list[Held] = []
 
 
 class Held:
-    """The values of all variables of one module, small ones in buffers.
-
-    Attributes:
-        root: the module, weakly.
-        buffers: hold the values of variables that nobody has looked at.
-        seen: what variables have been given of them since they were filled, by number.
-    """
+    """The values of all variables of one module, small ones in buffers."""
 
     def __init__(self, structure: PackedStructure, variables: Sequence[nnx.Variable]):
         self.structure, self._all = structure, list(variables)
@@ -51,9 +45,9 @@ class Held:
         self._held = [variables[number] for number in structure.held]
         self._numbers = {id(each): number for number, each in enumerate(self._held)}
         self._empty_count: int | None = None
-        self.root: Any = None
-        self.buffers: list[jax.Array] = []
-        self.seen: dict[int, Any] = {}
+        self.root: Any = None  # The module, weakly.
+        self.buffers: list[jax.Array] = []  # Values of variables that nobody has looked at.
+        self.seen: dict[int, Any] = {}  # What variables were given since of them, by number.
 
     def is_of(self, structure: PackedStructure, variables: Sequence[nnx.Variable]) -> bool:
         """Whether it holds these variables in this form."""

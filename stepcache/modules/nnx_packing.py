@@ -65,13 +65,10 @@ class PackedStructure:
 
     def paths(self) -> list[str]:
         """The path of each array that stands alone, and names for the buffers."""
-        paths = self.inner.paths()
-        return [*(paths[number] for number in self.alone), *self._names()]
-
-    def _names(self) -> list[str]:
+        paths, named = self.inner.paths(), enumerate(self.layout.buffers)
         counts = Counter(slot.buffer for slot in self.layout.slots)
-        named = enumerate(self.layout.buffers)
-        return [f"{counts[number]} packed {buffer.dtype}" for number, buffer in named]
+        packed = [f"{counts[number]} packed {buffer.dtype}" for number, buffer in named]
+        return [paths[number] for number in self.alone] + packed
 
     def settings(self) -> dict[str, str]:
         """What there is beside the arrays of `paths`, by path."""

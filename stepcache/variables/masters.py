@@ -37,19 +37,12 @@ LOST = "the value is lost"
 
 
 class Reader(NamedTuple):
-    """A session that takes a value, and what for.
+    """A session that takes a value, and what for."""
 
-    Attributes:
-        session: the session, which always reads what it wrote; None outside of sessions.
-        arguments: the arguments of the call that get the value.
-        carried: whether the call writes the value, so that its program may donate what it takes.
-        in_program: whether its program can read a value from host memory, and write it back.
-    """
-
-    session: Any
-    arguments: tuple[str, ...] = ()
-    carried: bool = False
-    in_program: bool = False
+    session: Any  # It always reads what it wrote; None outside of sessions.
+    arguments: tuple[str, ...] = ()  # Of the call, that get the value.
+    carried: bool = False  # The call writes the value: its program may donate what it takes.
+    in_program: bool = False  # Its program can read a value from host memory, and write it back.
 
 
 class Source(Protocol):

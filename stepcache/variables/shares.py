@@ -36,14 +36,10 @@ from stepcache.variables.packing import (
 class HostLayout(Layout):
     """A layout whose buffers lie on the hosts. Equal ones are one object, so that variables of one
     layout share compiled programs. `pack` and `unpack` are for a program that takes them there.
-
-    Attributes:
-        on_device: the buffers as other programs take them.
-        on_host: the same in host memory; flat and padded where a device buffer is replicated. None
-            for random keys, which stay on the devices.
     """
 
-    on_device: tuple[Buffer, ...]
+    on_device: tuple[Buffer, ...]  # As other programs take them.
+    # Flat and padded where a device buffer is replicated. Random keys, None, stay on the devices.
     on_host: tuple[Buffer | None, ...]
 
     @functools.cached_property

@@ -255,7 +255,7 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
     if wire is None or not codes(wire, array.dtype, array.size):
         meter[HOST_LINK] += array.nbytes
         return np.array(array)
-    coded = [np.asarray(each) for each in _encoder(wire)(array)]
+    coded = [np.asarray(each) for each in _encoded(wire, array)]
     meter[HOST_LINK] += sum(each.nbytes for each in coded)
     return decode(wire, coded, array.shape, array.dtype, xp=np)
 
@@ -269,6 +269,6 @@ def to_host_bytes(leaves: Iterable[Any], wire: str | None) -> int:
     )
 
 
-@functools.lru_cache(maxsize=8)
-def _encoder(wire: str) -> Any:
-    return jax.jit(lambda array: encode(wire, array.reshape(-1)))
+@functools.partial(jax.jit, static_argnums=0)
+def _encoded(wire: str, array: jax.Array) -> tuple[Any, ...]:
+    return encode(wire, array.reshape(-1))
