@@ -260,10 +260,7 @@ _at_ends: dict[Callable[[], None], Any] = {}
 
 
 def at_end_of_child(function: Callable[[], None]) -> None:
-    """Has a function called when this process ends, if `multiprocessing` has started it.
-
-    Those that it forks run no exit handlers.
-    """
+    """Has a function called at the end of a `multiprocessing` child: forks run no exit handlers."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
     if parent is None or parent() is None:
         return

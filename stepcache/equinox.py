@@ -24,7 +24,6 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
-from stepcache.calls.layers import function_name
 from stepcache.events import Miss
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
 from stepcache.modules.module_step import ModuleStepBase
@@ -46,6 +45,7 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.equinox.step`: called like the function."""
 
     __wrapped__: Callable[P, R]
+    _made_by = "stepcache.equinox.step"
     _first: tuple | None = None  # What the function's own arrays are taken to; None until a call.
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
@@ -133,9 +133,6 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
 
     def __reduce__(self):
         return reduced(self, _make, self.__wrapped__, self._options)
-
-    def __repr__(self) -> str:
-        return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `filter_jit` does."""

@@ -51,6 +51,7 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.nnx.step`: called like the function, on modules as they are."""
 
     __wrapped__: Callable[P, R]
+    _made_by = "stepcache.nnx.step"
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]):
         of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
@@ -140,9 +141,6 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def __reduce__(self):
         return reduced(self, ModuleStep, self.__wrapped__, self._options)
-
-    def __repr__(self) -> str:
-        return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces the function for these arguments, as `nnx.jit` does."""

@@ -26,17 +26,12 @@ def is_module(x: Any) -> bool:
 
 
 class ModuleStructure:
-    """All of a module but its arrays.
-
-    Attributes:
-        tree: the tree structure.
-        statics: number and value of each leaf that is no array.
-    """
+    """All of a module but its arrays."""
 
     __slots__ = ("__weakref__", "statics", "tree")
 
     def __init__(self, tree: Any, statics: tuple[tuple[int, Any], ...]):
-        self.tree, self.statics = tree, statics
+        self.tree, self.statics = tree, statics  # Number and value of each leaf that is no array.
 
     def __eq__(self, other: object) -> bool:
         if self is other:

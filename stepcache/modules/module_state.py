@@ -42,19 +42,13 @@ def is_state(x: Any) -> bool:
 
 
 class Outcome:
-    """What a program over modules returns.
-
-    Attributes:
-        states: the new values of the modules of the arguments.
-        outputs: of the function.
-        about: plain values that say how to give these back.
-    """
+    """What a program over modules returns."""
 
     __slots__ = ("about", "outputs", "states")
 
     def __init__(self, about: tuple, children: Any):
-        self.about = about
-        self.states, self.outputs = children
+        self.about = about  # Plain values that say how to give the others back.
+        self.states, self.outputs = children  # The modules' new values; what the function returned.
 
 
 jax.tree_util.register_pytree_node(

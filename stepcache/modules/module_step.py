@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepcache.calls.layers import function_name
 from stepcache.events import Miss, StepStats
 from stepcache.report.explanation import Explanation
 from stepcache.step import Step
@@ -12,7 +13,12 @@ from stepcache.step import Step
 class ModuleStepBase:
     """A step over modules that another step, over their arrays, serves."""
 
+    __wrapped__: Any
     _step: Step
+    _made_by: str
+
+    def __repr__(self) -> str:
+        return f"<{self._made_by} of {function_name(self.__wrapped__)}>"
 
     def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of the step over arrays, without running anything."""

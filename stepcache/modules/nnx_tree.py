@@ -31,17 +31,13 @@ def _is_variable(x: Any) -> bool:
 
 
 class TreeStructure:
-    """All of an argument but its arrays.
-
-    Attributes:
-        tree: the structure of the argument, with variables as leaves.
-        kinds: type and metadata of each leaf that is a variable; None for arrays.
-    """
+    """All of an argument but its arrays."""
 
     __slots__ = ("__weakref__", "kinds", "tree")
 
     def __init__(self, tree: Any, kinds: tuple[tuple[type, HashableMapping] | None, ...]):
-        self.tree, self.kinds = tree, kinds
+        self.tree = tree  # With variables as leaves.
+        self.kinds = kinds  # Type and metadata of each leaf that is a variable; None for arrays.
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -76,15 +72,7 @@ class TreeStructure:
 
 
 class TreeCall:
-    """The arguments of a call as its program takes them.
-
-    Attributes:
-        args, kwargs: with `ModuleState` in the place of arguments that hold variables.
-        states: these, in order.
-        objects: modules and variables, as nnx's graph mode finds them; for plans.
-        variables: of the states, in order.
-        is_flat: whether variables hold all arrays of the states.
-    """
+    """As `GraphCall`, with `ModuleState` in the place of arguments that hold variables."""
 
     held = ()
 
@@ -115,6 +103,7 @@ class TreeCall:
 
     @property
     def objects(self) -> graphlib.RefMap:
+        """Modules and variables, as nnx's graph mode finds them; for plans."""
         found = graphlib.RefMap()
         for each in jax.tree.leaves(self._given, is_leaf=graphlib.is_graph_node):
             if graphlib.is_graph_node(each):

@@ -58,18 +58,12 @@ class Source(Protocol):
 
 
 class Master:
-    """A master copy in the memory of the devices: a step takes its buffers as they are.
+    """A master copy in the memory of the devices: a step takes its buffers as they are."""
 
-    Attributes:
-        is_resident: whether the buffers that a step takes are the master copy.
-        applies_updates: whether it lives in another process, which applies updates by itself.
-        source: where several masters are read from in one go; None where each is read by itself.
-        owner: a weak reference to the variables; of masters that need them.
-    """
-
-    owner: Any = None
-    is_resident, applies_updates = True, False
-    source: Source | None = None
+    is_resident = True  # Whether the buffers that a step takes are the master copy.
+    applies_updates = False  # Whether it lives in another process, which applies updates by itself.
+    source: Source | None = None  # Of several masters that are read in one go.
+    owner: Any = None  # A weak reference to the variables, of masters that need them.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
