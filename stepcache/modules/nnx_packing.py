@@ -25,13 +25,7 @@ from stepcache.variables.packing import PACKED_BELOW_BYTES, Layout, Slot, layout
 
 
 class PackedStructure:
-    """The structure of a module of which some arrays lie in buffers.
-
-    Attributes:
-        inner: the structure of the module.
-        alone, held: the numbers of the arrays that stand alone, and of those in buffers.
-        layout: how these lie in the buffers.
-    """
+    """The structure of a module of which some arrays, `held`, lie in buffers, as `layout` says."""
 
     __slots__ = ("__weakref__", "_order", "alone", "held", "inner", "layout")
 

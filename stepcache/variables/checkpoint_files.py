@@ -184,10 +184,8 @@ def prune(directory: Path, keep: int, staging: Staging) -> None:
 
 def _tree_in(path: Path) -> Path | None:
     """The directory with the tree of a checkpoint of orbax's; None if there is none."""
-    for each in (path, path / "default"):
-        if (each / "_METADATA").exists():
-            return each
-    return None
+    found = (each for each in (path, path / "default") if (each / "_METADATA").exists())
+    return next(found, None)
 
 
 def find(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -134,10 +135,7 @@ def _file(machine: str) -> Path | None:
 def keep(times: LinkTimes) -> None:
     """Writes times for later processes, in the user's cache directory if there is one."""
     file = _file(times.machine)
-    if file is None:
-        return
-    try:
-        make_directory(file.parent)
-        replace_file(file, json.dumps(asdict(times), indent=1))
-    except (OSError, CacheDirectoryError):
-        return  # They are measured again.
+    if file is not None:
+        with contextlib.suppress(OSError, CacheDirectoryError):  # They are measured again.
+            make_directory(file.parent)
+            replace_file(file, json.dumps(asdict(times), indent=1))

@@ -358,12 +358,8 @@ def hold(
 ) -> Master:
     """Copies the arrays of a tree to where a placement says, and counts what moves.
 
-    `name` is for errors, `prefix` for rules; `parameters` are what the tree is the state of.
-
-    Raises:
-        VariablesError: a leaf is no array, a device lacks the memory, or a policy needs the whole
-            value in one process of a pod.
-        PlacementError: a leaf cannot be placed as asked.
+    `name` is for errors, `prefix` for rules; `parameters` are what the tree is the state of. Raises
+    `VariablesError` or `PlacementError` where a leaf, a device or a pod cannot do as asked.
     """
     structure, leaves, described = describe(name, tree, placement, placer, prefix, parameters)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
