@@ -251,13 +251,11 @@ class Placer:
     ) -> None:
         by = "a batch" if rule is None else f"rule {self.rules.rules[rule][0]!r}"
         if len(spec) > len(shape):
-            raise PlacementError(
-                f"{spec} has more dimensions than the leaf that {by} would place",
-                where=path,
-                expected=f"at least {counted(len(spec), 'dimension')}",
-                got=f"shape {list(shape)}",
-                hint="narrow the rule's regex, or put a rule for this path before it",
-            )
+            what = f"{spec} has more dimensions than the leaf that {by} would place"
+            expected = f"at least {counted(len(spec), 'dimension')}"
+            got = f"shape {list(shape)}"
+            hint = "narrow the rule's regex, or put a rule for this path before it"
+            raise PlacementError(what, where=path, expected=expected, got=got, hint=hint)
         for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
             axes = axes_of(entry)
             parts = math.prod(self.mesh.shape[axis] for axis in axes)

@@ -207,13 +207,11 @@ def _host_layout(layout: Layout, device: Any) -> HostLayout:
 def _check_memory(device: Any, where: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if PINNED_HOST not in kinds:
-        raise VariablesError(
-            "a device has no memory of the host",
-            where=where,
-            expected=f"{PINNED_HOST!r} among the memories of {device.device_kind}",
-            got=", ".join(map(repr, kinds)) or "none",
-            hint="keep the variables Replicated() or Sharded(rules)",
-        )
+        what = "a device has no memory of the host"
+        expected = f"{PINNED_HOST!r} among the memories of {device.device_kind}"
+        got = ", ".join(map(repr, kinds)) or "none"
+        hint = "keep the variables Replicated() or Sharded(rules)"
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
 
 
 def _on_host(buffer: Buffer) -> Buffer | None:

@@ -234,13 +234,11 @@ def _host_device(where: str) -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
-        raise VariablesError(
-            "the host cannot compute",
-            where=where,
-            expected="JAX's CPU backend beside that of the devices",
-            got=str(error).splitlines()[0],
-            hint='add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")',
-        ) from None
+        what = "the host cannot compute"
+        expected = "JAX's CPU backend beside that of the devices"
+        got = str(error).splitlines()[0]
+        hint = 'add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")'
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint) from None
 
 
 _NO_STATE = hold("nothing", (), Replicated(), None, Read(), Meter())
