@@ -33,7 +33,7 @@ class ModuleStepBase:
 
         Raises:
             PlacementError: the session cannot place an argument as asked.
-            OptionError: the step is over nnx modules and its options place arguments: nnx serves it.
+            OptionError: options of a step over nnx modules place arguments, so that nnx serves it.
         """
         args, kwargs = self._shown(args, kwargs)
         self._step.warm(*args, **kwargs)
@@ -49,7 +49,7 @@ class ModuleStepBase:
             An `Explanation`, in which arrays have their paths: `model.layers[3].kernel`.
 
         Raises:
-            OptionError: the step is over nnx modules and its options place arguments: nnx serves it.
+            OptionError: options of a step over nnx modules place arguments, so that nnx serves it.
         """
         args, kwargs = self._shown(args, kwargs)
         return self._step.explain(*args, **kwargs)
