@@ -163,11 +163,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """A mesh with the rules and the data axis by which leaves are placed on it.
-
-    Raises:
-        PlacementError: a rule or the data axis names an axis that the mesh does not have.
-    """
+    """A mesh with the rules and the data axis by which leaves are placed on it."""
 
     mesh: Mesh
     rules: Rules
@@ -192,16 +188,10 @@ class Placer:
             )
 
     def place(self, path: str, shape: tuple[int, ...], role: Role) -> Placed:
-        """Where the leaf at `path` belongs.
+        """Where a leaf belongs, by its path, `argument/key/…`, its shape and its argument's role.
 
-        Args:
-            path: `argument/key/…`.
-            shape: the leaf's shape. In a pod, each process hands in its part of a batch along the
-                data axis, and the whole along all others; of everything else, the whole.
-            role: of the argument.
-
-        Raises:
-            PlacementError: a dimension does not divide by the axes it is to be split over.
+        In a pod, each process hands in its part of a batch along the data axis, and the whole along
+        all others; of everything else, the whole.
         """
         index = self.rules.match(path)
         spec = PartitionSpec()

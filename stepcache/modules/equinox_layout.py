@@ -56,15 +56,12 @@ def builder(tree: Any, statics: dict[int, Any]) -> Builder | None:
 class _Node:
     """An object in a module whose leaves are their numbers.
 
-    Attributes:
-        kind: "module", "container" or "leaf"; or "fixed", if it is part of the tree structure, as
-            None and static fields are.
-        content: what a module or a container holds, by name, key or number.
+    Its kind is "module", "container" or "leaf"; or "fixed", as None and static fields are.
     """
 
     def __init__(self, value: Any, *, is_fixed: bool = False):
         self.value, self.kind = value, "leaf"
-        self.content: dict[Any, _Node] = {}
+        self.content: dict[Any, _Node] = {}  # By name, key or number.
         if is_fixed or value is None:
             self.kind = "fixed"
         elif isinstance(value, eqx.Module):

@@ -30,23 +30,17 @@ OPERATIONS = (*ROUTES, "gather bf16", "gather int8", "program", "carry", "split"
 class LinkTimes:
     """How long transfers take between the memory of a host and some of its devices.
 
-    Attributes:
-        machine: name of the host, its cores, and platform, kind and number of the devices.
-        measured: the date, as ISO 8601 has it.
-        seconds: by operation and bytes of the value, such as `gather 65536`. Operations are
-            the routes of a read; `program`, a read inside the program that takes the value, and
-            `carry`, the same with a write back; `split`, a read of shards without a gather;
-            `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step;
-            `write`, from the devices.
-        leaf_seconds: by operation, what each leaf beyond the first adds.
-        overlap: the share of a read ahead that a step which computes hides, from 0 to 1.
+    Operations are the routes of a read; `program`, a read inside the program that takes the value,
+    and `carry`, the same with a write back; `split`, a read of shards without a gather;
+    `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step; `write`,
+    from the devices.
     """
 
-    machine: str
-    measured: str
-    seconds: dict[str, float]
-    leaf_seconds: dict[str, float]
-    overlap: float
+    machine: str  # Name of the host, its cores, and platform, kind and number of the devices.
+    measured: str  # The date, as ISO 8601 has it.
+    seconds: dict[str, float]  # By operation and bytes of the value, such as `gather 65536`.
+    leaf_seconds: dict[str, float]  # By operation, what each leaf beyond the first adds.
+    overlap: float  # The share of a read ahead that a step which computes hides, from 0 to 1.
 
     def of(self, operation: str, size_bytes: float, leaves: int = 1) -> float:
         """Returns the seconds of an operation on a value of so many bytes and leaves."""

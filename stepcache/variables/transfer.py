@@ -37,11 +37,9 @@ class Meter(dict[str, int]):
 def pack(leaves: Sequence[Any], layout: Layout, *, may_alias: bool = False) -> Packed:
     """Copies leaves into buffers on the devices. They may be changed or donated afterwards.
 
-    Args:
-        leaves, layout: of the value.
-        may_alias: whether the leaves never change, so that a CPU device may use the memory of numpy
-            arrays as it is. JAX refers to them then, and does not write to them, as PJRT promises
-            (`kImmutableZeroCopy`): it copies them when they are donated.
+    Leaves that never change (`may_alias`) are numpy arrays whose memory a CPU device may use as it
+    is. JAX refers to them then, and does not write to them, as PJRT promises
+    (`kImmutableZeroCopy`): it copies them when they are donated.
     """
     put = functools.partial(_put, may_alias=may_alias)
     return Packed(layout, tuple(map(put, layout.pack(leaves, np), layout.buffers)))
