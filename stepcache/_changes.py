@@ -18,14 +18,11 @@ class Undoing:
     It is entered twice because Ctrl-C may come while it is left, and even before the first line
     that leaves it. For the same reason what undoes a change is added before the change is made, and
     may find that it was not made, or that it was undone already.
-
-    Attributes:
-        has_failed: whether an exception left it.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self.has_failed = False
+        self.has_failed = False  # Whether an exception left it.
 
     def add(self, undo: Callable[..., Any], *args: Any) -> None:
         """Has a function called at the end; again if an exception interrupts it."""

@@ -23,8 +23,6 @@ from typing import Any
 
 from stepcache._changes import Shared, Undoing, shared
 
-# ---- the switch interval ------------------------------------------------------------------------
-
 # In microseconds as Python keeps it, and no round number, to recognize what a user sets.
 _SWITCH_SECONDS = 0.000053
 
@@ -50,11 +48,7 @@ _switching = _Switching()
 
 
 def switch_quickly(undoing: Undoing) -> None:
-    """Has Python switch between threads often, so that others need not wait for this one.
-
-    The interval is restored when the last user leaves, unless other code has set it
-    meanwhile.
-    """
+    """Has Python switch between threads often, until the last user leaves or other code sets it."""
     undoing.use(_switching)
 
 
@@ -64,9 +58,6 @@ def quick_switching() -> Iterator[None]:
     with Undoing() as undoing, undoing:
         switch_quickly(undoing)
         yield
-
-
-# ---- garbage collections ------------------------------------------------------------------------
 
 
 class _Collecting(threading.local):
@@ -110,9 +101,6 @@ class CollectionHook(Shared):
                 gc.callbacks.remove(callback)
 
 
-# ---- calls --------------------------------------------------------------------------------------
-
-
 def set_profile(function: Any) -> None:
     """`sys.setprofile`, also where another thread is about to set one.
 
@@ -127,11 +115,7 @@ def set_profile(function: Any) -> None:
 
 
 class ThreadProfile:
-    """`sys.setprofile` in this thread, beside a Python profiler that is there already.
-
-    Args:
-        profile: a function made for this purpose. Gets the events first.
-    """
+    """`sys.setprofile` in this thread. A Python profiler that is there already gets events too."""
 
     def __init__(self, profile: Callable[[Any, Any, Any], None]):
         self._before = sys.getprofile()
@@ -197,9 +181,7 @@ class CallMonitor(Shared):
     def disable(self, code: CodeType, *, for_good: bool = False) -> Any:
         """What a callback returns for a place in `code` that it need not see again.
 
-        Args:
-            code: where the place is.
-            for_good: not even after the last user has stopped.
+        Not even after the last user has stopped, if it is `for_good`.
         """
         if len(self._tools) != 1:
             return None
@@ -260,9 +242,6 @@ def audit(hook: Callable[[str, tuple], None]) -> None:
     sys.addaudithook(hook)
 
 
-# ---- the end of the process, and forks ----------------------------------------------------------
-
-
 at_exit = atexit.register
 
 # Python 3.12.0 to 3.12.2 start no thread any more once the main thread has ended (python#113964).
@@ -281,10 +260,7 @@ _at_ends: dict[Callable[[], None], Any] = {}
 
 
 def at_end_of_child(function: Callable[[], None]) -> None:
-    """Has a function called when this process ends, if `multiprocessing` has started it.
-
-    Those that it forks run no exit handlers.
-    """
+    """Has a function called at the end of a `multiprocessing` child: forks run no exit handlers."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
     if parent is None or parent() is None:
         return
@@ -292,10 +268,7 @@ def at_end_of_child(function: Callable[[], None]) -> None:
 
     known = _at_ends.get(function)
     if known is None or not known.still_active():  # A child forgets those of its parent.
-        _at_ends[function] = util.Finalize(None, function, exitpriority=_AFTER_OTHERS)
-
-
-_AFTER_OTHERS = -100
+        _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
 
 
 def at_fork(**functions: Callable[[], None]) -> None:
@@ -363,9 +336,6 @@ def _reset() -> None:
 
 
 at_fork(after_in_child=_reset)
-
-
-# ---- signals ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -90,8 +90,6 @@ class DeploymentConfig:
             expected = f"less than num_replicas={self.num_replicas}"
             raise _refused("replica_id counts the replicas from 0", expected, self.replica_id)
 
-    # ---- where things are ----------------------------------------------------------------------
-
     @property
     def worker_device(self) -> str:
         """Slim's name of the job of the replicas; empty without hosts of variables."""
@@ -179,8 +177,6 @@ class DeploymentConfig:
         }
         names |= dict.fromkeys(("optimizer_device()", "inputs_device()"), self.worker_device + cpu)
         return names | {"variables_device()": self.ps_device + cpu}
-
-    # ---- what clones compute -------------------------------------------------------------------
 
     def create_clones(
         self, model_fn: Callable[..., Any], variables: Any, batch: Any, **kwargs: Any
@@ -277,8 +273,6 @@ class DeploymentConfig:
         parts = jnp.reshape(leaf, (self.num_clones, shape[0] // self.num_clones, *shape[1:]))
         sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
         return jax.lax.with_sharding_constraint(parts, sharding)
-
-    # ---- what is deployed ----------------------------------------------------------------------
 
     def deploy(
         self,

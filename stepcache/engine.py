@@ -50,14 +50,7 @@ from stepcache.weak_objects import WeakObjects
 
 
 class Engine:
-    """Runs one step.
-
-    Args:
-        spec: the step.
-        scope: gives the scope of the session in which a call is made.
-        miss_log: where it writes what it builds; by default one of its own.
-        is_over_buffers: its arguments are buffers in the place of `Variables`.
-    """
+    """Runs one step; if it is over buffers, with these in the place of `Variables`."""
 
     def __init__(
         self,
@@ -100,14 +93,8 @@ class Engine:
         if archive is not None:
             archive.preloader.preload(step_label(self.spec.fun))
 
-    # ---- a call ------------------------------------------------------------------------------
-
     def run(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Serves a call that the C++ dispatcher could not serve.
-
-        Returns:
-            The outputs, and what the dispatcher needs to serve the next such call by itself.
-        """
+        """The outputs of a call, and what the dispatcher needs to serve the next one by itself."""
         started = time.perf_counter()
         if (target := self.scope().target) is not None and not jaxcompat.is_tracing():
             return target.call(self, self._open_scope(), args, kwargs), None
@@ -147,8 +134,6 @@ class Engine:
             self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
-    # ---- calls that pass `Variables` -----------------------------------------------------------
-
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
         use = Use(self.spec, args, kwargs)
         if jaxcompat.is_tracing():
@@ -173,14 +158,8 @@ class Engine:
         use = self.use(args, kwargs)
         return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
 
-    # ---- without running -----------------------------------------------------------------------
-
     def warm(self, args: tuple, kwargs: dict) -> Program | None:
-        """Builds the program of a call without running it.
-
-        Returns:
-            The program; None where other processes, or `jax.jit` itself, run the call.
-        """
+        """Builds the program of a call; None where other processes, or `jax.jit` itself, run it."""
         started = time.perf_counter()
         if (target := self.scope().target) is not None:
             return target.warm(self, self._open_scope(), args, kwargs)
@@ -246,8 +225,6 @@ class Engine:
                 hint="close a session after its last step, or make a new one",
             )
 
-    # ---- signature, placement, key -----------------------------------------------------------
-
     def request(
         self, scope: Scope, args: tuple, kwargs: dict, *, as_committed: bool = False
     ) -> Request:
@@ -286,8 +263,6 @@ class Engine:
                 self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
-    # ---- programs ----------------------------------------------------------------------------
-
     def foresee(self, scope: Scope, request: Request) -> tuple[Miss, LookupResult]:
         """Why a call finds no program in memory, and what it will find on disk, or behind it."""
         miss, archive = self.miss_log.why(request), scope.cache.archive()
@@ -323,8 +298,6 @@ class Engine:
             self.miss_log.count(hits=1)
         return program
 
-    # ---- execution ---------------------------------------------------------------------------
-
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
         started, outputs = time.perf_counter(), None
         call = with_global_arrays(request)
@@ -346,8 +319,6 @@ class Engine:
             raise
         finally:
             self.resolver.settle(scope, request, outputs, started)
-
-    # ---- what is held ------------------------------------------------------------------------
 
     def show_use(self) -> None:
         """A cache asks which programs are in use: the next calls come through it."""

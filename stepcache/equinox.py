@@ -24,10 +24,9 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
-from stepcache.calls.layers import function_name
-from stepcache.events import Miss, StepStats
+from stepcache.events import Miss
 from stepcache.modules.equinox_state import Builders, OverTrees, given_back, taken, with_stand_ins
-from stepcache.report.explanation import Explanation
+from stepcache.modules.module_step import ModuleStepBase
 from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
@@ -42,10 +41,11 @@ _ARGUMENTS_DONATED = 64
 """How many of the arguments that `*args` takes are donated at most."""
 
 
-class FilterStep(Generic[P, R]):
+class FilterStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.equinox.step`: called like the function."""
 
     __wrapped__: Callable[P, R]
+    _made_by = "stepcache.equinox.step"
     _first: tuple | None = None  # What the function's own arrays are taken to; None until a call.
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
@@ -62,7 +62,7 @@ class FilterStep(Generic[P, R]):
             signature = signature.replace(parameters=[this, *signature.parameters.values()])
         self._is_quiet, self._donates = donate.startswith("all"), donate != "none"
         options = {**options, **_donated(donate, self._signature, int(has_arrays))}
-        self._step: Step = step_over_arrays(OverTrees(inner, signature, call), **options)
+        self._step = step_over_arrays(OverTrees(inner, signature, call), **options)
         self._build, self._seen = Builders(), _Seen()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,7 +82,8 @@ class FilterStep(Generic[P, R]):
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if "EquinoxRuntimeError" not in str(error):
                 raise
-            if any(map(_is_deleted, jax.tree.leaves((args, kwargs)))):
+            leaves = jax.tree.leaves((args, kwargs))
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
                 raise eqx.EquinoxRuntimeError(_message(error)) from None
             # Called again, with the same arguments, equinox says where in the function that was.
             return self._run_by_equinox(args, kwargs)
@@ -133,70 +134,26 @@ class FilterStep(Generic[P, R]):
     def __reduce__(self):
         return reduced(self, _make, self.__wrapped__, self._options)
 
-    def __repr__(self) -> str:
-        return f"<stepcache.equinox.step of {function_name(self.__wrapped__)}>"
-
-    # ---- as on filter_jit ----------------------------------------------------------------
-
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces and lowers the function for these arguments, as `filter_jit` does."""
         with in_mesh_of(current_scope()):
             return self._by_equinox.lower(*args, **kwargs)
-
-    # ---- as on stepcache.step ------------------------------------------------------------
 
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
         self._step.clear_cache()
         self._build.clear()
 
-    def warm(self, *args: Any, **kwargs: Any) -> None:
-        """Builds the program for these arguments, if it is not there; runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Raises:
-            PlacementError: the session cannot place an argument as asked.
-        """
-        given, named = with_stand_ins(self._taken, args, kwargs)
-        self._step.warm(*given, **named)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Returns:
-            An `Explanation`, in which arrays have their paths: `model.layers[3].weight`.
-        """
-        given, named = with_stand_ins(self._taken, args, kwargs)
-        return self._step.explain(*given, **named)
-
-    def stats(self) -> StepStats:
-        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._step.stats()
-
-    @property
-    def last_miss(self) -> Miss | None:
-        """Why the latest program was built; None before the first."""
-        return self._step.last_miss
+    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return with_stand_ins(self._taken, args, kwargs)
 
 
 class _Seen:
-    """What has been seen of a step's programs: by all copies that tree operations make of it.
-
-    Attributes:
-        checked: the miss of the latest program that was looked at.
-        may_raise: whether one of them calls back into Python.
-    """
+    """What has been seen of a step's programs: by all copies that tree operations make of it."""
 
     def __init__(self) -> None:
-        self.checked: Miss | None = None
-        self.may_raise, self._traces = False, 0
+        self.checked: Miss | None = None  # Of the latest program that was looked at.
+        self.may_raise, self._traces = False, 0  # The first: whether one calls back into Python.
 
     def new_trace_of(self, step: Step) -> bool:
         """Whether the latest program was traced: what was stored never calls back into Python."""
@@ -290,10 +247,6 @@ def _donated(donate: str, signature: inspect.Signature, offset: int) -> dict[str
             if each.kind is inspect.Parameter.KEYWORD_ONLY
         ],
     }
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.is_deleted()
 
 
 def _message(error: Exception) -> str:

@@ -208,26 +208,13 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def refuse_url(place: str | os.PathLike, error: type[StepCacheError], where: str) -> None:
-    """Raises an error if a directory is a URL, which would create a directory such as `gs:`.
-
-    Args:
-        place: the directory, as the user gave it.
-        error: class of the error.
-        where: the option or variable with this directory.
-
-    Raises:
-        StepCacheError: of the class `error`.
-    """
+    """Raises an error if a directory is a URL, which would create a directory such as `gs:`."""
     text = os.fsdecode(place)
     if not _URL.match(text):
         return
-    raise error(
-        "Expected a directory of a local or mounted file system, and not a URL",
-        where=where,
-        expected="the path of a directory",
-        got=text,
-        hint=_instead_of(text, error),
-    )
+    what = "Expected a directory of a local or mounted file system, and not a URL"
+    hint = _instead_of(text, error)
+    raise error(what, where=where, expected="the path of a directory", got=text, hint=hint)
 
 
 def _instead_of(url: str, error: type[StepCacheError]) -> str:

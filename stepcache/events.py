@@ -369,29 +369,30 @@ class Recorder:
 
 
 def _mirror(event: Event) -> None:
+    durations: Mapping[str, float] = {}
     match event:
         case Built():
-            jax.monitoring.record_event("/stepcache/miss", step=event.step)
-            for stage in ("trace", "lower", "compile", "own"):
-                seconds = getattr(event, f"{stage}_seconds")
-                name = f"/stepcache/{stage}_duration"
-                jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
+            name, stages = "miss", ("trace", "lower", "compile", "own")
+            durations = {stage: getattr(event, f"{stage}_seconds") for stage in stages}
         case Loaded():
-            jax.monitoring.record_event("/stepcache/load", step=event.step)
-            for stage, seconds in event.seconds.items():
-                name = f"/stepcache/{stage}_duration"
-                jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
+            name, durations = "load", event.seconds
         case Verified():
-            outcome = "verified" if event.agrees else "stale"
-            jax.monitoring.record_event(f"/stepcache/{outcome}", step=event.step)
+            name = "verified" if event.agrees else "stale"
         case BuildFailed():
-            jax.monitoring.record_event("/stepcache/build_failed", step=event.step)
+            name = "build_failed"
+        case Evicted():
+            name = "eviction"
         case Moved():
             for link, size in event.link_bytes:
                 details = {"step": event.step, "link": link, "size_bytes": size}
                 jax.monitoring.record_event("/stepcache/moved", **details)
-        case Evicted():
-            jax.monitoring.record_event("/stepcache/eviction", step=event.step)
+            return
+        case _:
+            return
+    jax.monitoring.record_event(f"/stepcache/{name}", step=event.step)
+    for stage, seconds in durations.items():
+        name = f"/stepcache/{stage}_duration"
+        jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)
 
 
 recorder = Recorder()

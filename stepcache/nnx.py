@@ -28,14 +28,13 @@ from stepcache import jaxcompat
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
 from stepcache.errors import OptionError, StepCacheWarning, warn
-from stepcache.events import Miss, StepStats
+from stepcache.modules.module_step import ModuleStepBase
 from stepcache.modules.nnx_graph import GraphCall, OverGraphs
 from stepcache.modules.nnx_held import Held, hold_all, put, show_held, watch_for_looks
 from stepcache.modules.nnx_packing import OverPacked
 from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
 from stepcache.modules.nnx_tree import OverTrees, TreeCall
-from stepcache.report.explanation import Explanation
-from stepcache.step import Step, reduced
+from stepcache.step import Step, as_tuple, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -48,10 +47,11 @@ _OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad", "pack")
 _PLACING = ("in_shardings", "out_shardings")
 
 
-class ModuleStep(Generic[P, R]):
+class ModuleStep(ModuleStepBase, Generic[P, R]):
     """A function under `stepcache.nnx.step`: called like the function, on modules as they are."""
 
     __wrapped__: Callable[P, R]
+    _made_by = "stepcache.nnx.step"
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]):
         of_nnx = {name: value for name, value in options.items() if name not in _OF_STEP}
@@ -79,11 +79,9 @@ class ModuleStep(Generic[P, R]):
 
     def _check_packing(self) -> None:
         if self._call_kind is not GraphCall:
-            raise OptionError(
-                "pack=True is for steps in the mode that nnx.jit has by default",
-                where=function_name(self.__wrapped__),
-                got="in_shardings, out_shardings, graph=False or graph_updates=False",
-            )
+            what = "pack=True is for steps in the mode that nnx.jit has by default"
+            got = "in_shardings, out_shardings, graph=False or graph_updates=False"
+            raise OptionError(what, where=function_name(self.__wrapped__), got=got)
         watch_for_looks()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,19 +114,17 @@ class ModuleStep(Generic[P, R]):
 
     def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
         if self._call_kind is None:
-            raise OptionError(
-                "this cannot be asked of a step that nnx serves",
-                where=function_name(self.__wrapped__),
-                got="in_shardings, out_shardings, or graph=True with graph_updates=False",
-                hint="a session's Rules place modules by their paths",
-            )
+            what = "this cannot be asked of a step that nnx serves"
+            hint = "a session's Rules place modules by their paths"
+            got = "in_shardings, out_shardings, or graph=True with graph_updates=False"
+            raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
         return self._call_kind(args, kwargs)
 
-    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
+    def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         call = self._taken(args, kwargs)
         if self._packs and isinstance(call, GraphCall) and _places_nothing():
             show_held(call)
-        return call
+        return call.args, call.kwargs
 
     def _stop_packing(self, held: Sequence[Held]) -> None:
         self._packs = False
@@ -146,11 +142,6 @@ class ModuleStep(Generic[P, R]):
     def __reduce__(self):
         return reduced(self, ModuleStep, self.__wrapped__, self._options)
 
-    def __repr__(self) -> str:
-        return f"<stepcache.nnx.step of {function_name(self.__wrapped__)}>"
-
-    # ---- as on nnx.jit -------------------------------------------------------------------
-
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Traces the function for these arguments, as `nnx.jit` does."""
         with in_mesh_of(current_scope()):
@@ -166,51 +157,10 @@ class ModuleStep(Generic[P, R]):
         with in_mesh_of(current_scope()):
             return self._by_nnx.eval_shape(*args, **kwargs)
 
-    # ---- as on stepcache.step ------------------------------------------------------------
-
     def clear_cache(self) -> None:
         """Drops the step's programs and traces; the next call builds anew."""
         self._plans.clear()
         self._step.clear_cache()
-
-    def warm(self, *args: Any, **kwargs: Any) -> None:
-        """Builds the program for these arguments, if it is not there; runs and changes nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Raises:
-            PlacementError: the session cannot place an argument as asked.
-            OptionError: the step's options place arguments, so that nnx serves it.
-        """
-        call = self._shown(args, kwargs)
-        self._step.warm(*call.args, **call.kwargs)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Says whether a call would hit and why, and where each argument would go. Runs nothing.
-
-        Args:
-            *args: as in a call; arrays may be `jax.ShapeDtypeStruct`, also those of modules.
-            **kwargs: as in a call.
-
-        Returns:
-            An `Explanation`, in which arrays have their paths: `model.layers[3].kernel`.
-
-        Raises:
-            OptionError: the step's options place arguments, so that nnx serves it.
-        """
-        call = self._shown(args, kwargs)
-        return self._step.explain(*call.args, **call.kwargs)
-
-    def stats(self) -> StepStats:
-        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
-        return self._step.stats()
-
-    @property
-    def last_miss(self) -> Miss | None:
-        """Why the latest program was built; None before the first."""
-        return self._step.last_miss
 
 
 def _places_nothing() -> bool:
@@ -221,20 +171,13 @@ def _places_nothing() -> bool:
 
 def _donated(fun: Callable, options: dict[str, Any]) -> tuple[set[int], set[str]]:
     """The donated arguments, by number and by name: either way, however they are passed."""
-    numbers, names = (
-        set(_several(options.get(name))) for name in ("donate_argnums", "donate_argnames")
-    )
+    given = (options.get(name) for name in ("donate_argnums", "donate_argnames"))
+    numbers, names = map(set, map(as_tuple, given))
     for number, name in enumerate(inspect.signature(fun).parameters):
         if number in numbers or name in names:
             numbers.add(number)
             names.add(name)
     return numbers, names
-
-
-def _several(value: Any) -> tuple:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:
@@ -301,12 +244,10 @@ def step(fun: Any = None, /, **options: Any) -> Any:
         OptionError: `carry`, an unknown keyword, or `pack` in another mode than the default one.
     """
     if "carry" in options:
-        raise OptionError(
-            "modules are not carried: they are updated in place",
-            where="stepcache.nnx.step",
-            got=f"carry={options['carry']!r}",
-            hint="leave carry away; donate_argnames spares the memory of the old values",
-        )
+        what = "modules are not carried: they are updated in place"
+        hint = "leave carry away; donate_argnames spares the memory of the old values"
+        got = f"carry={options['carry']!r}"
+        raise OptionError(what, where="stepcache.nnx.step", got=got, hint=hint)
     for name in options:
         if name not in (*_KEYWORDS, *_OF_STEP):
             raise OptionError(

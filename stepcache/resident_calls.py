@@ -28,16 +28,7 @@ def is_admitted(engine: Any) -> bool:
 
 
 class ResidentCalls:
-    """Serves the calls of one step that pass `Variables`.
-
-    Args:
-        dispatch: what serves a call for which there is no plan.
-        make_engine: makes the engine that runs the step over buffers.
-
-    Attributes:
-        made: that engine, once there is one.
-        serve_by: has the step call something else than its dispatcher; the step says what.
-    """
+    """Serves the calls of one step that pass `Variables`; `dispatch` those without a plan."""
 
     def __init__(
         self,
@@ -48,7 +39,8 @@ class ResidentCalls:
         make_engine: Callable[[], Any],
     ):
         self.spec, self.miss_log, self.call_count = spec, miss_log, call_count
-        self.made: Any = None
+        self.made: Any = None  # The engine that runs the step over buffers, once there is one.
+        # Has the step call something else than its dispatcher; the step sets it.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self._make_engine = make_engine
         self._plans = CallPlans(spec, dispatch)

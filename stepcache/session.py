@@ -16,12 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
-from stepcache.calls.context import (
-    DEFAULT_SCOPE,
-    Scope,
-    current_scope,
-    token_of,
-)
+from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_of
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
 from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part, check_replicas
@@ -32,6 +27,8 @@ from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.units import listed
+from stepcache.variables.checkpoint_items import locked
+from stepcache.variables.describing import named_leaves
 from stepcache.variables.variables import Variables
 
 OnMiss = Literal["compile", "warn", "error"]
@@ -233,10 +230,7 @@ class Session:
         self._check_replicas(tree, "in check_replicas")
 
     def _check_replicas(self, tree: Any, about: str, *, summed: bool = False) -> None:
-        held = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, Variables)]
-        with contextlib.ExitStack() as locks:
-            for each in sorted(held, key=lambda each: each._number):
-                locks.enter_context(each._lock)
+        with locked(jax.tree_util.tree_leaves(tree)):
             check_replicas(lambda: _parts_of(tree), self._scope.peers, about, summed=summed)
 
     def __enter__(self) -> Session:
@@ -328,12 +322,9 @@ class Session:
 
 def _check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
     if given not in choices:
-        raise OptionError(
-            f"unknown {name}",
-            where="Session",
-            expected=f"one of {', '.join(map(repr, choices))}",
-            got=repr(given),
-        )
+        what = f"unknown {name}"
+        expected = f"one of {', '.join(map(repr, choices))}"
+        raise OptionError(what, where="Session", expected=expected, got=repr(given))
 
 
 def _check_count(what: str, given: Any, least: int) -> None:
@@ -345,8 +336,7 @@ def _check_count(what: str, given: Any, least: int) -> None:
 
 def _parts_of(tree: Any) -> Iterator[Part]:
     """Path and array of what is in a tree; the leaves of variables in the place of those."""
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+    for path, leaf in named_leaves(tree)[0]:
         if isinstance(leaf, Variables):
             yield from leaf._parts_on_devices()
         else:
@@ -359,19 +349,14 @@ def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer 
     if mesh is None:
         for name, given in (("rules", len(rules) > 0), ("data_axis", data_axis != "data")):
             if given:
-                raise OptionError(
-                    f"{name} without a mesh: there is nothing to place leaves on",
-                    where="Session",
-                    hint=f"Session(mesh, {name}=...), with a mesh from jax.make_mesh",
-                )
+                what = f"{name} without a mesh: there is nothing to place leaves on"
+                hint = f"Session(mesh, {name}=...), with a mesh from jax.make_mesh"
+                raise OptionError(what, where="Session", hint=hint)
         return None
     if not isinstance(mesh, kind):
-        raise OptionError(
-            "mesh must be a jax.sharding.Mesh",
-            where="Session",
-            got=type(mesh).__name__,
-            hint='jax.make_mesh((4, 2), ("data", "model"))',
-        )
+        what = "mesh must be a jax.sharding.Mesh"
+        hint = 'jax.make_mesh((4, 2), ("data", "model"))'
+        raise OptionError(what, where="Session", got=type(mesh).__name__, hint=hint)
     return Placer(mesh, rules, data_axis)
 
 

@@ -42,11 +42,7 @@ def processes_of(devices: Iterable) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """How many processes' parts make a whole dimension that is split over some axes of a mesh.
-
-    Raises:
-        PlacementError: some process would hold more of it than another.
-    """
+    """How many processes' equal parts make a dimension that is split over some axes of a mesh."""
     if len(processes_of(devices_of(mesh))) < 2:
         return 1
     total = math.prod(mesh.shape[axis] for axis in axes)
@@ -105,38 +101,30 @@ class Rules:
     def __init__(self, rules: Iterable[tuple[str, PartitionSpec]] = ()):
         checked = []
         for number, rule in enumerate(rules):
-            where = f"rule {number}"
             if not (isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)):
                 raise OptionError(
                     "a rule is a pair of a regex and a PartitionSpec",
-                    where=where,
+                    where=f"rule {number}",
                     got=repr(rule),
                     hint='Rules([("kernel", PartitionSpec(None, "model"))])',
                 )
             pattern, spec = rule
+            where = f"rule {number}, {pattern!r}"
             if not isinstance(spec, PartitionSpec):
-                raise OptionError(
-                    "the second half of a rule is a jax.sharding.PartitionSpec",
-                    where=f"{where}, {pattern!r}",
-                    got=f"{spec!r} of type {type(spec).__name__}",
-                )
+                what = "the second half of a rule is a jax.sharding.PartitionSpec"
+                got = f"{spec!r} of type {type(spec).__name__}"
+                raise OptionError(what, where=where, got=got)
             if PartitionSpec.UNCONSTRAINED in spec:
-                raise OptionError(
-                    "a rule places a leaf, so its spec cannot leave a dimension unconstrained",
-                    where=f"{where}, {pattern!r}",
-                    got=str(spec),
-                )
+                what = "a rule places a leaf, so its spec cannot leave a dimension unconstrained"
+                raise OptionError(what, where=where, got=str(spec))
             try:
-                re.compile(pattern)
+                compiled = re.compile(pattern)
             except re.error as error:
-                raise OptionError(
-                    "the regex of a rule does not compile",
-                    where=f"{where}, {pattern!r}",
-                    got=str(error),
-                ) from None
-            checked.append((pattern, spec))
-        self.rules = tuple(checked)
-        self._patterns = tuple(re.compile(pattern) for pattern, _ in checked)
+                what = "the regex of a rule does not compile"
+                raise OptionError(what, where=where, got=str(error)) from None
+            checked.append(((pattern, spec), compiled))
+        self.rules = tuple(rule for rule, _ in checked)
+        self._patterns = tuple(compiled for _, compiled in checked)
 
     def match(self, path: str) -> int | None:
         """The index of the first rule whose regex is found in `path`."""
@@ -165,28 +153,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a leaf goes, and which rule or default says so.
-
-    Attributes:
-        sharding: where.
-        shape: of the whole, of which a process of a pod may hand in a part.
-        why: the role of its argument, and the rule or default.
-        rule: the index of the rule, if it was one.
-    """
+    """Where a leaf goes, and which rule or default says so."""
 
     sharding: NamedSharding
-    shape: tuple[int, ...]
-    why: str
-    rule: int | None = None
+    shape: tuple[int, ...]  # Of the whole, of which a process of a pod may hand in a part.
+    why: str  # The role of its argument, and the rule or default.
+    rule: int | None = None  # The index of the rule, if it was one.
 
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """A mesh with the rules and the data axis by which leaves are placed on it.
-
-    Raises:
-        PlacementError: a rule or the data axis names an axis that the mesh does not have.
-    """
+    """A mesh with the rules and the data axis by which leaves are placed on it."""
 
     mesh: Mesh
     rules: Rules
@@ -211,16 +188,10 @@ class Placer:
             )
 
     def place(self, path: str, shape: tuple[int, ...], role: Role) -> Placed:
-        """Where the leaf at `path` belongs.
+        """Where a leaf belongs, by its path, `argument/key/…`, its shape and its argument's role.
 
-        Args:
-            path: `argument/key/…`.
-            shape: the leaf's shape. In a pod, each process hands in its part of a batch along the
-                data axis, and the whole along all others; of everything else, the whole.
-            role: of the argument.
-
-        Raises:
-            PlacementError: a dimension does not divide by the axes it is to be split over.
+        In a pod, each process hands in its part of a batch along the data axis, and the whole along
+        all others; of everything else, the whole.
         """
         index = self.rules.match(path)
         spec = PartitionSpec()
@@ -270,13 +241,11 @@ class Placer:
     ) -> None:
         by = "a batch" if rule is None else f"rule {self.rules.rules[rule][0]!r}"
         if len(spec) > len(shape):
-            raise PlacementError(
-                f"{spec} has more dimensions than the leaf that {by} would place",
-                where=path,
-                expected=f"at least {counted(len(spec), 'dimension')}",
-                got=f"shape {list(shape)}",
-                hint="narrow the rule's regex, or put a rule for this path before it",
-            )
+            what = f"{spec} has more dimensions than the leaf that {by} would place"
+            expected = f"at least {counted(len(spec), 'dimension')}"
+            got = f"shape {list(shape)}"
+            hint = "narrow the rule's regex, or put a rule for this path before it"
+            raise PlacementError(what, where=path, expected=expected, got=got, hint=hint)
         for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
             axes = axes_of(entry)
             parts = math.prod(self.mesh.shape[axis] for axis in axes)

@@ -86,8 +86,6 @@ class Step(functools.partial, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<stepcache.step of {self._engine.spec.name}>"
 
-    # ---- as on jax.jit -------------------------------------------------------------------
-
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the function for these arguments, placed as a call would place them."""
         return self._engine.trace(*self._padded(args, kwargs))
@@ -112,8 +110,6 @@ class Step(functools.partial, Generic[P, R]):
 
     def _clear_cache(self) -> None:
         self._engine.dispatcher.clear()
-
-    # ---- what jax.jit does not tell ------------------------------------------------------
 
     def warm(self, /, *args: Any, **kwargs: Any) -> None:
         """Builds the program for these arguments, if it is not there; runs nothing.
@@ -257,13 +253,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
 
 
 def reduced(step: Any, make: Callable, *args: Any) -> Any:
-    """What the `__reduce__` of a step returns.
-
-    Args:
-        step: the step.
-        make: makes an equal one of `args`, where the step is not found by its name.
-        *args: of `make`.
-    """
+    """What the `__reduce__` of a step returns: its name, or else what makes an equal one."""
     path, module = getattr(step, "__qualname__", ""), getattr(step, "__module__", "")
     found = sys.modules.get(module)
     for name in path.split("."):
@@ -296,11 +286,7 @@ def _names(role: str, given: Any) -> tuple[str, ...]:
 def _check_roles(
     fun: Callable, named: Mapping[str, tuple[str, ...]], options: dict[str, Any]
 ) -> None:
-    """Whether each argument that has a role can have it.
-
-    Raises:
-        OptionError: it is no parameter that can have it, is static, or has two roles.
-    """
+    """Raises `OptionError` for a role of what is no such parameter, is static, or has two roles."""
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     roles = jaxcompat.argument_roles(jaxcompat.jit(fun, **options), fun, options)
@@ -319,11 +305,9 @@ def _check_roles(
             raise OptionError(f"{name!r} cannot be both {_ROLES[role]} and static", where="step")
     for name in named["carry"]:
         if name in named["batch"]:
-            raise OptionError(
-                f"{name!r} cannot be both carried and a batch",
-                where="step",
-                hint="a rule of the session can split leaves of a carry",
-            )
+            what = f"{name!r} cannot be both carried and a batch"
+            hint = "a rule of the session can split leaves of a carry"
+            raise OptionError(what, where="step", hint=hint)
 
 
 def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -331,9 +315,8 @@ def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> N
     parameters = list(inspect.signature(fun).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     nameless = {p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)}
-    numbers, names = (
-        _as_tuple(options.get(each)) for each in ("donate_argnums", "donate_argnames")
-    )
+    given = (options.get(each) for each in ("donate_argnums", "donate_argnames"))
+    numbers, names = map(as_tuple, given)
     added = {*carry, *_at(numbers, by_position)}
     beyond = {i for i in numbers if not -len(by_position) <= i < len(by_position)}
     donated = {i for i, name in enumerate(by_position) if name in added or name in names}
@@ -346,7 +329,8 @@ def _at(numbers: Iterable[int], names: Sequence[str]) -> list[str]:
     return [names[i] for i in numbers if -len(names) <= i < len(names)]
 
 
-def _as_tuple(value: Any) -> tuple:
+def as_tuple(value: Any) -> tuple:
+    """Numbers or names as `jax.jit` takes them: none, one or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int | str) else tuple(value)

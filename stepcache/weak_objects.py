@@ -35,6 +35,3 @@ class WeakObjects(Generic[T]):
             item = reference()
             if item is not None:
                 yield item
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

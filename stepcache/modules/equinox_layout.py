@@ -31,11 +31,6 @@ def opener(module: Any, leaves: Sequence[Any], tree: Any) -> Opener | None:
 
     It returns the arrays of a module in the order of JAX. It returns None for a module that has
     arrays of other types or in other places, or another object in the place of anything else.
-
-    Args:
-        module: the one.
-        leaves: of the module.
-        tree: its tree structure.
     """
     levels = _levels(tree)
     if levels is None:
@@ -47,12 +42,7 @@ def opener(module: Any, leaves: Sequence[Any], tree: Any) -> Opener | None:
 
 
 def builder(tree: Any, statics: dict[int, Any]) -> Builder | None:
-    """What builds a module of its arrays, as JAX does, or None.
-
-    Args:
-        tree: the tree structure.
-        statics: number and value of each leaf that is no array.
-    """
+    """What builds a module of its arrays and `statics`, its other leaves by number, or None."""
     levels = _levels(tree)
     if levels is None:
         return None
@@ -66,15 +56,12 @@ def builder(tree: Any, statics: dict[int, Any]) -> Builder | None:
 class _Node:
     """An object in a module whose leaves are their numbers.
 
-    Attributes:
-        kind: "module", "container" or "leaf"; or "fixed", if it is part of the tree structure, as
-            None and static fields are.
-        content: what a module or a container holds, by name, key or number.
+    Its kind is "module", "container" or "leaf"; or "fixed", as None and static fields are.
     """
 
     def __init__(self, value: Any, *, is_fixed: bool = False):
         self.value, self.kind = value, "leaf"
-        self.content: dict[Any, _Node] = {}
+        self.content: dict[Any, _Node] = {}  # By name, key or number.
         if is_fixed or value is None:
             self.kind = "fixed"
         elif isinstance(value, eqx.Module):

@@ -11,11 +11,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.tree_util import keystr
 
 from stepcache.calls.layers import function_name
 from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.variables.describing import named_leaves
 
 _MODULES = (eqx.Module, eqx.nn.State)
 
@@ -26,17 +26,12 @@ def is_module(x: Any) -> bool:
 
 
 class ModuleStructure:
-    """All of a module but its arrays.
-
-    Attributes:
-        tree: the tree structure.
-        statics: number and value of each leaf that is no array.
-    """
+    """All of a module but its arrays."""
 
     __slots__ = ("__weakref__", "statics", "tree")
 
     def __init__(self, tree: Any, statics: tuple[tuple[int, Any], ...]):
-        self.tree, self.statics = tree, statics
+        self.tree, self.statics = tree, statics  # Number and value of each leaf that is no array.
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -81,21 +76,14 @@ class ModuleStructure:
 
     def _all_paths(self) -> list[str]:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
-        named = jax.tree_util.tree_flatten_with_path(numbered)[0]
-        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+        return [path for path, _ in named_leaves(numbered)[0]]
 
     def built(self, values: Sequence[Any]) -> Any:
         """The module."""
-        if not self.statics:
-            return self.tree.unflatten(values)
-        leaves: list[Any] = []
-        start = 0
+        leaves = list(values)
         for number, value in self.statics:
-            end = start + number - len(leaves)
-            leaves += values[start:end]
-            leaves.append(value)
-            start = end
-        return self.tree.unflatten(leaves + list(values[start:]))
+            leaves.insert(number, value)
+        return self.tree.unflatten(leaves)
 
 
 class Fixed:
@@ -111,11 +99,7 @@ jax.tree_util.register_pytree_node(Fixed, lambda x: ((), (type(x.value), x.value
 
 
 def taken(tree: Any) -> Any:
-    """A tree with `ModuleState` in the place of modules, and `Fixed` in that of static leaves.
-
-    Raises:
-        TypeError: a static leaf has no hash.
-    """
+    """A tree with `ModuleState` for modules and `Fixed` for static leaves, which need a hash."""
     if is_module(tree) or eqx.is_array(tree):  # As most arguments: `tree.map` takes some 4 µs.
         return _take(tree)
     return jax.tree.map(_take, tree, is_leaf=is_module)
@@ -276,10 +260,7 @@ def _is_taken(x: Any) -> bool:
 class OverTrees(OverModules):
     """Calls a function on the modules and static values that its arguments stand for.
 
-    Args:
-        fun: the function, without arrays in it.
-        signature: of the arguments.
-        call: calls what the arguments say, where that is not the function.
+    Of a function with arrays in it, these are an argument too, and `call` gets them first.
     """
 
     def __init__(self, fun: Any, signature: inspect.Signature, call: Callable | None = None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,14 +25,10 @@ class ModuleState:
         self.structure, self.values = structure, values
 
 
-def _named(state: ModuleState) -> Iterable[tuple[str, Any]]:
-    return zip(state.structure.paths(), state.values, strict=True)
-
-
 jax.tree_util.register_pytree_with_keys(
     ModuleState,
     lambda state: (
-        [(AttributePath(path), value) for path, value in _named(state)],
+        [(AttributePath(p), x) for p, x in zip(state.structure.paths(), state.values, strict=True)],
         state.structure,
     ),
     ModuleState,
@@ -47,19 +42,13 @@ def is_state(x: Any) -> bool:
 
 
 class Outcome:
-    """What a program over modules returns.
-
-    Attributes:
-        states: the new values of the modules of the arguments.
-        outputs: of the function.
-        about: plain values that say how to give these back.
-    """
+    """What a program over modules returns."""
 
     __slots__ = ("about", "outputs", "states")
 
     def __init__(self, about: tuple, children: Any):
-        self.about = about
-        self.states, self.outputs = children
+        self.about = about  # Plain values that say how to give the others back.
+        self.states, self.outputs = children  # The modules' new values; what the function returned.
 
 
 jax.tree_util.register_pytree_node(

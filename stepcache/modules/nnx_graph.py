@@ -157,21 +157,12 @@ CODECS[Known.__name__] = (Known, int, Known)
 
 
 class GraphCall:
-    """The arguments of a call as its program takes them.
-
-    Attributes:
-        args, kwargs: with `ModuleState` in the place of modules.
-        states: these, in order.
-        roots: the modules.
-        objects: the number of each object: modules and variables.
-        variables: those whose values are the arrays of the states, in order.
-        is_flat: whether variables hold all arrays of the modules.
-        held: what holds small values between calls, for each state; set by who has that done.
-    """
+    """The arguments of a call as its program takes them: `ModuleState` in the place of modules."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
-        self.objects, self.states = graphlib.RefMap(), list[ModuleState]()
-        self.roots, self.held = list[Any](), list[Any]()
+        self.objects = graphlib.RefMap()  # The number of each: modules and variables.
+        self.states, self.roots = list[ModuleState](), list[Any]()  # Of the modules; and these.
+        self.held = list[Any]()  # For each state, what holds small values between calls, if asked.
 
         def take(x: Any) -> Any:
             if not is_module(x):
@@ -186,7 +177,7 @@ class GraphCall:
         self.args, self.kwargs = jax.tree.map(take, (args, kwargs), is_leaf=is_module)
         self.variables = [each for each in self.objects if isinstance(each, nnx.Variable)]
         count = sum(len(state.values) for state in self.states)
-        self.is_flat = len(self.variables) == count
+        self.is_flat = len(self.variables) == count  # They hold all arrays of the modules.
 
     @property
     def is_direct(self) -> bool:

@@ -25,13 +25,7 @@ from stepcache import _process_hooks, jaxcompat
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
 from stepcache.modules.nnx_packing import PACKED, PackedStructure, is_like, packed_structure
-from stepcache.modules.nnx_variables import (
-    clear_value,
-    is_empty,
-    raw_values,
-    set_values,
-    value_of,
-)
+from stepcache.modules.nnx_variables import clear_value, is_empty, raw_values, set_values, value_of
 from stepcache.variables.packing import Slot
 
 _FEW = 16
@@ -43,17 +37,7 @@ _unused: list[Held] = []
 
 
 class Held:
-    """The values of the variables of one module, small ones in buffers.
-
-    Args:
-        structure: of the module.
-        variables: all of its own, in order.
-
-    Attributes:
-        root: the module, weakly.
-        buffers: hold the values of variables that nobody has looked at.
-        seen: what variables have been given of them since they were filled, by number.
-    """
+    """The values of all variables of one module, small ones in buffers."""
 
     def __init__(self, structure: PackedStructure, variables: Sequence[nnx.Variable]):
         self.structure, self._all = structure, list(variables)
@@ -61,9 +45,9 @@ class Held:
         self._held = [variables[number] for number in structure.held]
         self._numbers = {id(each): number for number, each in enumerate(self._held)}
         self._empty_count: int | None = None
-        self.root: Any = None
-        self.buffers: list[jax.Array] = []
-        self.seen: dict[int, Any] = {}
+        self.root: Any = None  # The module, weakly.
+        self.buffers: list[jax.Array] = []  # Values of variables that nobody has looked at.
+        self.seen: dict[int, Any] = {}  # What variables were given since of them, by number.
 
     def is_of(self, structure: PackedStructure, variables: Sequence[nnx.Variable]) -> bool:
         """Whether it holds these variables in this form."""

@@ -25,13 +25,7 @@ from stepcache.variables.packing import PACKED_BELOW_BYTES, Layout, Slot, layout
 
 
 class PackedStructure:
-    """The structure of a module of which some arrays lie in buffers.
-
-    Attributes:
-        inner: the structure of the module.
-        alone, held: the numbers of the arrays that stand alone, and of those in buffers.
-        layout: how these lie in the buffers.
-    """
+    """The structure of a module of which some arrays, `held`, lie in buffers, as `layout` says."""
 
     __slots__ = ("__weakref__", "_order", "alone", "held", "inner", "layout")
 
@@ -65,13 +59,10 @@ class PackedStructure:
 
     def paths(self) -> list[str]:
         """The path of each array that stands alone, and names for the buffers."""
-        paths = self.inner.paths()
-        return [*(paths[number] for number in self.alone), *self._names()]
-
-    def _names(self) -> list[str]:
+        paths, named = self.inner.paths(), enumerate(self.layout.buffers)
         counts = Counter(slot.buffer for slot in self.layout.slots)
-        named = enumerate(self.layout.buffers)
-        return [f"{counts[number]} packed {buffer.dtype}" for number, buffer in named]
+        packed = [f"{counts[number]} packed {buffer.dtype}" for number, buffer in named]
+        return [paths[number] for number in self.alone] + packed
 
     def settings(self) -> dict[str, str]:
         """What there is beside the arrays of `paths`, by path."""
@@ -144,16 +135,8 @@ class OverPacked(OverGraphs):
         return Outcome(PACKED, (states, outcome.outputs))
 
 
-# ---- what can be packed -------------------------------------------------------------------------
-
-
 def packed_structure(state: ModuleState, variables: Sequence[nnx.Variable]) -> PackedStructure:
-    """The structure of a module whose small values are to be packed.
-
-    Args:
-        state: of the module, as `GraphCall` makes it.
-        variables: of the module, in the order of the values.
-    """
+    """The structure of a module whose small values are to be packed, of its own variables."""
     (device,) = jax.device_put(0).sharding.device_set
     slots = [_slot_of(*pair, device) for pair in zip(variables, state.values, strict=True)]
     return PackedStructure(state.structure, slots)

@@ -36,15 +36,9 @@ class Unplanned(Exception):
 class CallPlan:
     """Serves calls that pass the same modules, by position, in the same places.
 
-    A plan does not keep the modules themselves alive.
-
-    Args:
-        args, kwargs: of a call that a program is about to serve; what another thread changes
-            meanwhile is seen at the next one.
-        call: the same, as the program takes it.
-
-    Raises:
-        Unplanned: modules are inside other arguments, or hold something that no plan can compare.
+    A plan does not keep the modules themselves alive. It is made before a program serves the call:
+    what another thread changes meanwhile is seen at the next one. Raises `Unplanned` for modules
+    that are inside other arguments, or hold something that no plan can compare.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall):
@@ -74,11 +68,7 @@ class CallPlan:
         return self._contents.are_unchanged([args[place] for place, _, _, _ in self._rows])
 
     def run(self, step: Callable[..., Outcome], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a call that the plan serves.
-
-        Raises:
-            Unplanned: variables were given values for which their buffers are not made.
-        """
+        """Runs a call. Raises `Unplanned` if variables have values that buffers cannot take."""
         taken = list(args)
         if self.held:
             parts = [each.taken() for each in self.held]
@@ -113,12 +103,7 @@ def planned(args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> 
 
 
 class _Contents:
-    """Everything in some modules, as nnx would find it, to be compared with later.
-
-    Args:
-        objects: the modules and variables.
-        roots: those among them that are given to each comparison, and are not kept alive.
-    """
+    """Everything in modules, as nnx would find it, to be compared; it keeps no root alive."""
 
     def __init__(self, objects: graphlib.RefMap, roots: list[Any]):
         of_roots = set(map(id, roots))

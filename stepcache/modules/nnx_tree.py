@@ -13,7 +13,6 @@ from flax import nnx
 from flax.nnx import extract, graphlib
 from flax.nnx.transforms.compilation import SimpleJitFn
 from flax.typing import HashableMapping
-from jax.tree_util import keystr
 
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 from stepcache.modules.nnx_graph import GraphStructure
@@ -24,6 +23,7 @@ from stepcache.modules.nnx_variables import (
     set_values,
     value_of,
 )
+from stepcache.variables.describing import named_leaves
 
 
 def _is_variable(x: Any) -> bool:
@@ -31,17 +31,13 @@ def _is_variable(x: Any) -> bool:
 
 
 class TreeStructure:
-    """All of an argument but its arrays.
-
-    Attributes:
-        tree: the structure of the argument, with variables as leaves.
-        kinds: type and metadata of each leaf that is a variable; None for arrays.
-    """
+    """All of an argument but its arrays."""
 
     __slots__ = ("__weakref__", "kinds", "tree")
 
     def __init__(self, tree: Any, kinds: tuple[tuple[type, HashableMapping] | None, ...]):
-        self.tree, self.kinds = tree, kinds
+        self.tree = tree  # With variables as leaves.
+        self.kinds = kinds  # Type and metadata of each leaf that is a variable; None for arrays.
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -59,8 +55,7 @@ class TreeStructure:
     def paths(self) -> list[str]:
         """The path of each array, in order."""
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
-        named = jax.tree_util.tree_flatten_with_path(numbered)[0]
-        return [keystr(keys, simple=True, separator="/") for keys, _ in named]
+        return [path for path, _ in named_leaves(numbered)[0]]
 
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: static attributes, and the classes of modules; by path."""
@@ -77,15 +72,7 @@ class TreeStructure:
 
 
 class TreeCall:
-    """The arguments of a call as its program takes them.
-
-    Attributes:
-        args, kwargs: with `ModuleState` in the place of arguments that hold variables.
-        states: these, in order.
-        objects: modules and variables, as nnx's graph mode finds them; for plans.
-        variables: of the states, in order.
-        is_flat: whether variables hold all arrays of the states.
-    """
+    """As `GraphCall`, with `ModuleState` in the place of arguments that hold variables."""
 
     held = ()
 
@@ -116,6 +103,7 @@ class TreeCall:
 
     @property
     def objects(self) -> graphlib.RefMap:
+        """Modules and variables, as nnx's graph mode finds them; for plans."""
         found = graphlib.RefMap()
         for each in jax.tree.leaves(self._given, is_leaf=graphlib.is_graph_node):
             if graphlib.is_graph_node(each):
@@ -152,12 +140,8 @@ class OverTrees(OverModules):
     """Calls a function on the arguments that its arguments stand for.
 
     `Outcome.states` are the values of variables that nnx gives new ones; `Outcome.about` has the
-    numbers of these, and numbers and metadata of variables whose metadata was changed.
-
-    Args:
-        fun: the function.
-        name: its name.
-        numbers, names: of the arguments that are donated, whose variables all get new values.
+    numbers of these, and numbers and metadata of variables whose metadata was changed. Arguments
+    are donated by numbers and names: their variables all get new values.
     """
 
     def __init__(self, fun: Any, name: str, numbers: Collection[int], names: Collection[str]):

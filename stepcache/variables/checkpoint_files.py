@@ -65,13 +65,10 @@ def check_replaceable(path: Path) -> None:
 
 
 def _occupied(path: Path, got: str) -> VariablesError:
-    return VariablesError(
-        "a save would destroy what is there",
-        where=str(path),
-        expected="no such path, an empty directory, or a checkpoint that stepcache wrote",
-        got=got,
-        hint="save to another path, or move what is there away",
-    )
+    what = "a save would destroy what is there"
+    hint = "save to another path, or move what is there away"
+    expected = "no such path, an empty directory, or a checkpoint that stepcache wrote"
+    return VariablesError(what, where=str(path), expected=expected, got=got, hint=hint)
 
 
 class Staging:
@@ -156,13 +153,11 @@ def _names_in(directory: Path) -> list[str]:
 def step_path(directory: Path, step: int) -> Path:
     """The path of a step's checkpoint. Raises `VariablesError` if `directory` is one, or a file."""
     if (directory / _METADATA).exists() or (directory.exists() and not directory.is_dir()):
-        raise VariablesError(
-            "numbered checkpoints need a directory of their own",
-            where=str(directory),
-            expected="a directory that holds checkpoints of steps, or nothing yet",
-            got="a checkpoint" if directory.is_dir() else "a file",
-            hint="with keep=..., name the directory above the checkpoints",
-        )
+        what = "numbered checkpoints need a directory of their own"
+        expected = "a directory that holds checkpoints of steps, or nothing yet"
+        got = "a checkpoint" if directory.is_dir() else "a file"
+        hint = "with keep=..., name the directory above the checkpoints"
+        raise VariablesError(what, where=str(directory), expected=expected, got=got, hint=hint)
     return directory / f"step_{step:08}"
 
 
@@ -184,10 +179,8 @@ def prune(directory: Path, keep: int, staging: Staging) -> None:
 
 def _tree_in(path: Path) -> Path | None:
     """The directory with the tree of a checkpoint of orbax's; None if there is none."""
-    for each in (path, path / "default"):
-        if (each / "_METADATA").exists():
-            return each
-    return None
+    found = (each for each in (path, path / "default") if (each / "_METADATA").exists())
+    return next(found, None)
 
 
 def find(path: Path) -> Path:
@@ -211,9 +204,6 @@ def find(path: Path) -> Path:
     got = f"a directory with {listed(names)}" if names else "an empty directory"
     if not path.is_dir():
         got = "a file" if path.exists() else "no such path"
-    raise VariablesError(
-        "there is no checkpoint to restore",
-        where=str(path),
-        expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",
-        got=got,
-    )
+    what = "there is no checkpoint to restore"
+    expected = "a directory that stepcache.save or orbax's StandardCheckpointer wrote"
+    raise VariablesError(what, where=str(path), expected=expected, got=got)

@@ -162,13 +162,13 @@ def leaves_of(item: str, tree: Any) -> list[Leaf]:
     siblings = collections.defaultdict(set)
     for keys, _ in flat:
         for depth, key in enumerate(keys):
-            siblings[keys[:depth], _text(key)].add(key)
+            siblings[keys[:depth], key_text(key)].add(key)
     names = []
     for keys, _ in flat:
         parts = [item]
         for depth, key in enumerate(keys):
-            text = escape(_text(key))
-            if len(siblings[keys[:depth], _text(key)]) > 1:  # Such as 1 and "1".
+            text = escape(key_text(key))
+            if len(siblings[keys[:depth], key_text(key)]) > 1:  # Such as 1 and "1".
                 kind = type(getattr(key, "key", key)).__name__
                 text += "" if kind == "str" else f"%{kind}"
             parts.append(text)
@@ -186,7 +186,8 @@ def leaves_of(item: str, tree: Any) -> list[Leaf]:
     return leaves
 
 
-def _text(key: Any) -> str:
+def key_text(key: Any) -> str:
+    """A key of a path as text."""
     return keystr((key,), simple=True)
 
 
@@ -217,10 +218,8 @@ def kind_of(leaf: Leaf) -> Kind:
         return Kind(number.dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
-    raise VariablesError(
-        "a leaf of a checkpoint is no array",
-        where=leaf.path,
-        expected="a jax.Array, a numpy array, or a number of at most 64 bits",
-        got=f"{value!r} of type {type(value).__name__}"[:100],
-        hint="keep what is not an array outside of the tree",
-    )
+    what = "a leaf of a checkpoint is no array"
+    expected = "a jax.Array, a numpy array, or a number of at most 64 bits"
+    got = f"{value!r} of type {type(value).__name__}"[:100]
+    hint = "keep what is not an array outside of the tree"
+    raise VariablesError(what, where=leaf.path, expected=expected, got=got, hint=hint)

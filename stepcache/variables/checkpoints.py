@@ -221,13 +221,7 @@ def save(
 def write_leaves(
     root: Path, leaves: list[Leaf], about: dict[str, Any], keep: int | None, step: int
 ) -> None:
-    """Writes named leaves to a checkpoint. In a pod all processes call it.
-
-    Args:
-        root, keep, step: as of `save`.
-        leaves: what to write.
-        about: what is saved about variables, by their names.
-    """
+    """Writes named leaves, and `about` variables, to a checkpoint; in a pod, by all processes."""
     saving = Saving(root, keep, step)
     saving._start(*_stored_form(leaves, about, copied=False))
     saving._finish_now()
@@ -293,11 +287,9 @@ def _storable(leaf: Leaf, *, copied: bool) -> Any:
     value: Any = leaf.value
     is_template = isinstance(value, jax.ShapeDtypeStruct)
     if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
-        raise VariablesError(
-            "a leaf of a checkpoint has no value",
-            where=leaf.path,
-            got="a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted",
-        )
+        what = "a leaf of a checkpoint has no value"
+        got = "a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted"
+        raise VariablesError(what, where=leaf.path, got=got)
     if not isinstance(value, jax.Array):
         return np.array(value) if copied else np.asarray(value)
     value = jax.random.key_data(value) if is_key(value) else value

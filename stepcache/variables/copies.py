@@ -30,12 +30,7 @@ class Copy:
 
 
 class Copies:
-    """The copy that a process keeps of one value, and the one that it prefetched.
-
-    Attributes:
-        hits: how many reads a copy has served.
-        fetches: how many had to fetch the value.
-    """
+    """The copy that a process keeps of one value, and the one that it prefetched."""
 
     def __init__(self, policy: Read, clock: Callable[[], float] = time.monotonic):
         self._policy, self._clock = policy, clock
@@ -44,7 +39,7 @@ class Copies:
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known_outside = 0  # Of sessions.
         self._lock = threading.Lock()
-        self.hits = self.fetches = 0
+        self.hits = self.fetches = 0  # Reads that a copy served, and that fetched the value.
 
     def wrote(self, writer: Any, version: int) -> None:
         """Records that a session, or None, wrote a version: it reads no older one from now on."""

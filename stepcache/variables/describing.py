@@ -30,12 +30,7 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 class Parameters:
-    """The parameters of an optimizer, beside which its state is placed.
-
-    Args:
-        prefix: what their paths begin with for rules.
-        slots: what they are, and where they are placed.
-    """
+    """The parameters of an optimizer, beside which its state is placed."""
 
     def __init__(self, prefix: str, slots: Sequence[Slot]):
         self._prefix, self._slots = prefix, {slot.path: slot for slot in slots}
@@ -110,11 +105,9 @@ def placer_of(name: str, on_device: Replicated | Sharded, placer: Placer | None)
     if not isinstance(on_device, Sharded):
         return placer
     if placer is None:
-        raise VariablesError(
-            "Sharded(rules) splits over a mesh, and there is none",
-            where=name,
-            hint="make the variables inside `with Session(mesh)`",
-        )
+        what = "Sharded(rules) splits over a mesh, and there is none"
+        hint = "make the variables inside `with Session(mesh)`"
+        raise VariablesError(what, where=name, hint=hint)
     return Placer(placer.mesh, on_device.rules, None)
 
 

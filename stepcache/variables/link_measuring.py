@@ -38,11 +38,6 @@ def fastest_read(placement: Placement, tree: Any, placer: Placer | None) -> Read
 
     A copy is kept on the devices unless it would take more than an eighth of the memory of one.
     The links are measured, so that `route="auto"` is the fastest here.
-
-    Args:
-        placement: of the variables.
-        tree: their value.
-        placer: of the session with a mesh, if there is one.
     """
     if not isinstance(placement, OnHost):
         return Read()
@@ -56,14 +51,11 @@ def fastest_read(placement: Placement, tree: Any, placer: Placer | None) -> Read
 
 
 def link_times(placer: Placer | None) -> LinkTimes:
-    """Returns the times between this host and the devices of a mesh; measures unknown ones.
+    """Returns the times between this host and some devices, by default one; measures unknown ones.
 
     They are kept in the user's cache directory, for this machine and number of devices, and not
     where `STEPCACHE_DIR` is `off`. A mesh over several processes is measured each time, by all of
     them together.
-
-    Args:
-        placer: of a session with a mesh; None for the default device.
     """
     devices = _devices(placer)
     machine, spans = machine_of(devices), len(processes_of(devices)) > 1
@@ -136,11 +128,9 @@ def _carried(layout: HostLayout, buffers: Sequence[Any]) -> tuple[list[Any], lis
     return leaves, layout.pack([each * 2 for each in leaves])
 
 
-def _corners(buffers: Sequence[Any]) -> list[Any]:
+@jax.jit
+def _look(buffers: Sequence[Any]) -> list[Any]:
     return [each.ravel()[:1] for each in buffers]
-
-
-_look = jax.jit(_corners)
 
 
 def _looked_at(packed: Packed) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -29,23 +30,17 @@ OPERATIONS = (*ROUTES, "gather bf16", "gather int8", "program", "carry", "split"
 class LinkTimes:
     """How long transfers take between the memory of a host and some of its devices.
 
-    Attributes:
-        machine: name of the host, its cores, and platform, kind and number of the devices.
-        measured: the date, as ISO 8601 has it.
-        seconds: by operation and bytes of the value, such as `gather 65536`. Operations are
-            the routes of a read; `program`, a read inside the program that takes the value, and
-            `carry`, the same with a write back; `split`, a read of shards without a gather;
-            `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step;
-            `write`, from the devices.
-        leaf_seconds: by operation, what each leaf beyond the first adds.
-        overlap: the share of a read ahead that a step which computes hides, from 0 to 1.
+    Operations are the routes of a read; `program`, a read inside the program that takes the value,
+    and `carry`, the same with a write back; `split`, a read of shards without a gather;
+    `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step; `write`,
+    from the devices.
     """
 
-    machine: str
-    measured: str
-    seconds: dict[str, float]
-    leaf_seconds: dict[str, float]
-    overlap: float
+    machine: str  # Name of the host, its cores, and platform, kind and number of the devices.
+    measured: str  # The date, as ISO 8601 has it.
+    seconds: dict[str, float]  # By operation and bytes of the value, such as `gather 65536`.
+    leaf_seconds: dict[str, float]  # By operation, what each leaf beyond the first adds.
+    overlap: float  # The share of a read ahead that a step which computes hides, from 0 to 1.
 
     def of(self, operation: str, size_bytes: float, leaves: int = 1) -> float:
         """Returns the seconds of an operation on a value of so many bytes and leaves."""
@@ -83,17 +78,9 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-# ---- which are known ----------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=64)
 def kept_times(machine: str, operations: tuple[str, ...] = OPERATIONS) -> list[LinkTimes]:
-    """Returns the times of a machine, if there are any: a list to which they may be added.
-
-    Args:
-        machine: name of the machine.
-        operations: that have to be among them.
-    """
+    """Returns the times of a machine, of all operations: a list, empty where they are not known."""
     file = _file(machine)
     try:
         found = record_of(LinkTimes, json.loads(file.read_bytes())) if file else None
@@ -108,13 +95,8 @@ def fastest_route(
 ) -> tuple[str, str] | None:
     """Returns the route whose reads take the least time as measured here, and why in words.
 
-    Args:
-        devices: that get the value.
-        size_bytes, leaves: of the value.
-        in_program: whether the program that takes the value reads it, where it is gathered.
-
-    Returns:
-        None if the times are not known.
+    None if the times are not known. With `in_program`, the program that takes the value reads it
+    where it is gathered.
     """
     if not (kept := kept_times(machine_of(devices))):
         return None
@@ -147,10 +129,7 @@ def _file(machine: str) -> Path | None:
 def keep(times: LinkTimes) -> None:
     """Writes times for later processes, in the user's cache directory if there is one."""
     file = _file(times.machine)
-    if file is None:
-        return
-    try:
-        make_directory(file.parent)
-        replace_file(file, json.dumps(asdict(times), indent=1))
-    except (OSError, CacheDirectoryError):
-        return  # They are measured again.
+    if file is not None:
+        with contextlib.suppress(OSError, CacheDirectoryError):  # They are measured again.
+            make_directory(file.parent)
+            replace_file(file, json.dumps(asdict(times), indent=1))

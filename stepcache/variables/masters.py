@@ -37,31 +37,19 @@ LOST = "the value is lost"
 
 
 class Reader(NamedTuple):
-    """A session that takes a value, and what for.
+    """A session that takes a value, and what for."""
 
-    Attributes:
-        session: the session, which always reads what it wrote; None outside of sessions.
-        arguments: the arguments of the call that get the value.
-        carried: whether the call writes the value, so that its program may donate what it takes.
-        in_program: whether its program can read a value from host memory, and write it back.
-    """
-
-    session: Any
-    arguments: tuple[str, ...] = ()
-    carried: bool = False
-    in_program: bool = False
+    session: Any  # It always reads what it wrote; None outside of sessions.
+    arguments: tuple[str, ...] = ()  # Of the call, that get the value.
+    carried: bool = False  # The call writes the value: its program may donate what it takes.
+    in_program: bool = False  # Its program can read a value from host memory, and write it back.
 
 
 class Source(Protocol):
     """Where the values of several variables come from."""
 
     def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
-        """Finds out which versions some masters have, of one moment, and fetches what is needed.
-
-        Args:
-            readers: the masters, and who reads them.
-            values: whether to fetch, or only to look.
-        """
+        """Finds out which versions some masters have at one moment; fetches needed `values`."""
         ...
 
     def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
@@ -70,18 +58,12 @@ class Source(Protocol):
 
 
 class Master:
-    """A master copy in the memory of the devices: a step takes its buffers as they are.
+    """A master copy in the memory of the devices: a step takes its buffers as they are."""
 
-    Attributes:
-        is_resident: whether the buffers that a step takes are the master copy.
-        applies_updates: whether it lives in another process, which applies updates by itself.
-        source: where several masters are read from in one go; None where each is read by itself.
-        owner: a weak reference to the variables; of masters that need them.
-    """
-
-    owner: Any = None
-    is_resident, applies_updates = True, False
-    source: Source | None = None
+    is_resident = True  # Whether the buffers that a step takes are the master copy.
+    applies_updates = False  # Whether it lives in another process, which applies updates by itself.
+    source: Source | None = None  # Of several masters that are read in one go.
+    owner: Any = None  # A weak reference to the variables, of masters that need them.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -187,11 +169,9 @@ class Master:
     def check_not_lost(self, name: str) -> None:
         """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
-            raise VariablesError(
-                f"{LOST}: a program donated its buffers, and failed or was interrupted",
-                where=name,
-                hint="assign(...) or restore(...) a value that was kept",
-            )
+            what = f"{LOST}: a program donated its buffers, and failed or was interrupted"
+            hint = "assign(...) or restore(...) a value that was kept"
+            raise VariablesError(what, where=name, hint=hint)
 
 
 class InHostMemory(Master):
@@ -378,16 +358,8 @@ def hold(
 ) -> Master:
     """Copies the arrays of a tree to where a placement says, and counts what moves.
 
-    Args:
-        name: of the variables, for errors.
-        prefix: what paths begin with for rules.
-        pack: whether small leaves share buffers.
-        parameters: of an optimizer's state, what it is the state of.
-
-    Raises:
-        VariablesError: a leaf is no array, a device lacks the memory, or a policy needs the whole
-            value in one process of a pod.
-        PlacementError: a leaf cannot be placed as asked.
+    `name` is for errors, `prefix` for rules; `parameters` are what the tree is the state of. Raises
+    `VariablesError` or `PlacementError` where a leaf, a device or a pod cannot do as asked.
     """
     structure, leaves, described = describe(name, tree, placement, placer, prefix, parameters)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)

@@ -61,8 +61,6 @@ class NoTree:
         return True
 
     def __reduce__(self):
-        raise VariablesError(
-            "variables are neither pickled nor copied: all their users share one object",
-            where=self.name,
-            hint="use .copy(), which makes others; or pickle .value, and make Variables of it",
-        )
+        what = "variables are neither pickled nor copied: all their users share one object"
+        hint = "use .copy(), which makes others; or pickle .value, and make Variables of it"
+        raise VariablesError(what, where=self.name, hint=hint)

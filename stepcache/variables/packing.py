@@ -70,17 +70,11 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Layout:
-    """How the leaves of a tree lie in buffers. Equal layouts are one object: made by `layout_of`.
+    """How the leaves of a tree lie in buffers. Equal ones are one object: made by `layout_of`."""
 
-    Attributes:
-        tree: the tree structure.
-        slots: the leaves, in the order of the tree.
-        buffers: the arrays that hold them.
-    """
-
-    tree: Any
-    slots: tuple[Slot, ...]
-    buffers: tuple[Buffer, ...]
+    tree: Any  # Its structure.
+    slots: tuple[Slot, ...]  # The leaves, in the order of the tree.
+    buffers: tuple[Buffer, ...]  # The arrays that hold them.
 
     @property
     def size_bytes(self) -> int:

@@ -22,11 +22,7 @@ Links = tuple[tuple[str, int], ...]
 
 
 def links(host_bytes: int, device_bytes: int = 0, server_bytes: int = 0) -> Links:
-    crossed = (
-        (SERVER_LINK, server_bytes),
-        (HOST_LINK, host_bytes),
-        (DEVICE_LINK, device_bytes),
-    )
+    crossed = ((SERVER_LINK, server_bytes), (HOST_LINK, host_bytes), (DEVICE_LINK, device_bytes))
     return tuple((link, size) for link, size in crossed if size)
 
 

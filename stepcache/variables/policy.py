@@ -192,11 +192,8 @@ class Read:
         )
         for name, bound in (("max_staleness", steps), ("max_age", seconds)):
             if self.cache is None and bound:
-                raise OptionError(
-                    f"cache=None contradicts {name}={bound}",
-                    where="Read",
-                    hint='say cache="device" to keep a copy',
-                )
+                what = f"cache=None contradicts {name}={bound}"
+                raise OptionError(what, where="Read", hint='say cache="device" to keep a copy')
 
     def __str__(self) -> str:
         return _changed_fields(self)
@@ -236,17 +233,11 @@ class Write:
             *("Write", "an optax.GradientTransformation", self.optimizer),
         )
         if self.mode != "apply" and self.optimizer is not None:
-            raise OptionError(
-                f"mode={self.mode!r} contradicts optimizer=...",
-                where="Write",
-                hint='say mode="apply" to run the optimizer',
-            )
+            what = f"mode={self.mode!r} contradicts optimizer=..."
+            raise OptionError(what, where="Write", hint='say mode="apply" to run the optimizer')
         if self.mode == "assign" and self.every > 1:
-            raise OptionError(
-                f'mode="assign" contradicts every={self.every}',
-                where="Write",
-                hint="assigned values cannot be summed",
-            )
+            what = f'mode="assign" contradicts every={self.every}'
+            raise OptionError(what, where="Write", hint="assigned values cannot be summed")
 
     def __str__(self) -> str:
         return _changed_fields(self)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from stepcache.variables.checkpoint_items import (
     is_key,
     is_number,
     joined_part,
+    key_text,
     kind_of,
     leaves_of,
     locked,
@@ -85,31 +87,19 @@ def read_leaves(
 ) -> tuple[dict[Name, Any], dict[str, Any]]:
     """Reads named leaves from a checkpoint. In a pod all processes call it.
 
-    An optimizer's state that was not stored is not read.
-
-    Args:
-        root: directory of the checkpoint, or of numbered ones.
-        leaves: templates of what to read.
-        asked: names of the items.
-        partial: as of `restore`.
-
-    Returns:
-        The values by the names of leaves, and what was saved about variables.
+    Returns the values by the names of leaves, and what was saved about variables. An optimizer's
+    state that was not stored is not read. `asked` are the names of the items.
     """
-    import orbax.checkpoint as ocp
-
     pod = processes()
     path = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
 
     def read() -> tuple[dict[Name, Any], dict[str, Any]]:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            with damage_as_error(path, *_UNREADABLE):
-                stored = _Stored(path, checkpointer.metadata(path), asked)
+        with _opened(path, asked) as stored:
             heads = {name[0] for name in stored.kinds}
             found = [x for x in leaves if ":" not in x.name[0] or x.name[0] in heads]
             _check_same(path, stored, found, partial, asked)
             with damage_as_error(path, *_UNREADABLE):
-                return stored.read(checkpointer, found), stored.about
+                return stored.read(found), stored.about
 
     return pod.guarded(read)
 
@@ -120,11 +110,7 @@ def restore_here(root: Path, items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:
-    import orbax.checkpoint as ocp
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        with damage_as_error(path, *_UNREADABLE):
-            stored = _Stored(path, checkpointer.metadata(path), set(items))
+    with _opened(path, set(items)) as stored:
         wanted = {
             name: item._wanted_parts(stored.parts_of(name), stored.about.get(name, {}), partial)
             for name, item in items.items()
@@ -139,7 +125,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         every = [leaf for each in leaves.values() for leaf in each]
         _check_same(path, stored, every, partial, items)
         with damage_as_error(path, *_UNREADABLE):
-            read = stored.read(checkpointer, every)
+            read = stored.read(every)
     restored = dict(items)
     for name, item in items.items():
         if name not in wanted:
@@ -159,25 +145,32 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
 
 def stored_kinds(path: Path) -> dict[Name, Kind]:
     """Dtype and shape of each leaf of a checkpoint. Raises `VariablesError` if there is none."""
+    with _opened(path, set()) as stored:
+        return stored.kinds
+
+
+@contextlib.contextmanager
+def _opened(path: Path, asked: set[str]) -> Iterator[_Stored]:
+    """Opens a checkpoint to read some items. Raises `VariablesError` if it is damaged."""
     import orbax.checkpoint as ocp
 
-    reading = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    with reading as checkpointer, damage_as_error(path, *_UNREADABLE):
-        return _Stored(path, checkpointer.metadata(path), set()).kinds
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with damage_as_error(path, *_UNREADABLE):
+            stored = _Stored(path, checkpointer, asked)
+        yield stored
 
 
 class _Stored:
     """What a checkpoint holds: dtype and shape of each leaf, and what is stored about variables."""
 
-    def __init__(self, path: Path, metadata: Any, asked: set[str]):
-        self._path = path
-        flat, self._structure = jax.tree_util.tree_flatten_with_path(metadata.item_metadata.tree)
+    def __init__(self, path: Path, checkpointer: Any, asked: set[str]):
+        self._path, self._checkpointer = path, checkpointer
+        tree = checkpointer.metadata(path).item_metadata.tree
+        flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         custom = files.custom_metadata(path)
         ours = custom.get("stepcache", {})
         self.about: dict[str, dict[str, Any]] = ours.get("variables", {})
-        names = [
-            tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) for keys, _ in flat
-        ]
+        names = [tuple(map(key_text, keys)) for keys, _ in flat]
         if "stepcache" not in custom:
             # One tree that orbax's user has saved without a name is what `Variables.restore` wants.
             is_bare = asked == {"value"} and all(name[:1] != ("value",) for name in names)
@@ -206,7 +199,7 @@ class _Stored:
             return leaf._replace(value=blank(template.shape, dtype))
         return leaf._replace(value=template.update(dtype=dtype))
 
-    def read(self, checkpointer: Any, leaves: list[Leaf]) -> dict[Name, Any]:
+    def read(self, leaves: list[Leaf]) -> dict[Name, Any]:
         """Reads the leaves that are stored, each to the sharding of its template."""
         import orbax.checkpoint as ocp
 
@@ -225,7 +218,7 @@ class _Stored:
         if not templates.keys().isdisjoint(self._names):
             item, restore_args = map(self._structure.unflatten, (targets, options))
             args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-            tree = checkpointer.restore(self._path, args=args)
+            tree = self._checkpointer.restore(self._path, args=args)
             read = dict(zip(self._names, self._structure.flatten_up_to(tree), strict=True))
         return {
             name: _like(template, read[name] if name in read else _empty_like(template))

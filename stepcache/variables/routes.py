@@ -11,28 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from stepcache import jaxcompat
 from stepcache.variables.packing import Buffer, Packed, bytes_here, shards_bytes
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Links, links
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.transfer import Meter, copy, in_device_shape
+from stepcache.variables.transfer import Meter, copy, free, in_device_shape
 from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
 def choose_route(
-    asked: str,
-    devices: int,
-    ahead: bool = False,
-    measured: tuple[str, str] | None = None,
+    asked: str, devices: int, ahead: bool = False, measured: tuple[str, str] | None = None
 ) -> tuple[str, str]:
-    """Returns the route of a read to so many devices, perhaps ahead of the next step, and why.
-
-    Args:
-        asked: as in `Read`.
-        devices: how many.
-        ahead: whether it is read beside a running step.
-        measured: the route that took the least time on this machine, and why; None for unknown.
-    """
+    """The route of a read to so many devices, and why; `measured` is the fastest, if known."""
     if asked != "auto":
         return asked, "asked for"
     if devices == 1:
@@ -85,9 +74,7 @@ class Route:
             if host is not None:
                 meter[HOST_LINK] += bytes_here(source)
                 meter[DEVICE_LINK] += bytes_here(target) - bytes_here(source)
-        pairs = zip(buffers, packed.layout.buffers, strict=True)
-        made = (jaxcompat.uncommitted(x) if like.sharding is None else x for x, like in pairs)
-        return Packed(packed.layout, tuple(made))
+        return free(Packed(packed.layout, tuple(buffers)))
 
     def _sent(self, value: Any, device: Any, leg: _Leg, meter: Meter) -> Any:
         """A buffer that this process has, copied by `jax.device_put`."""

@@ -36,14 +36,10 @@ from stepcache.variables.packing import (
 class HostLayout(Layout):
     """A layout whose buffers lie on the hosts. Equal ones are one object, so that variables of one
     layout share compiled programs. `pack` and `unpack` are for a program that takes them there.
-
-    Attributes:
-        on_device: the buffers as other programs take them.
-        on_host: the same in host memory; flat and padded where a device buffer is replicated. None
-            for random keys, which stay on the devices.
     """
 
-    on_device: tuple[Buffer, ...]
+    on_device: tuple[Buffer, ...]  # As other programs take them.
+    # Flat and padded where a device buffer is replicated. Random keys, None, stay on the devices.
     on_host: tuple[Buffer | None, ...]
 
     @functools.cached_property
@@ -64,7 +60,7 @@ class HostLayout(Layout):
         return crossing, sum(device for _, device in read) - crossing
 
     @functools.cached_property
-    def _homes(self) -> list[Any]:
+    def homes(self) -> list[Any]:
         """The sharding of each buffer where it is kept."""
         rows = zip(self.on_host, self.on_device, strict=True)
         return [(host or device).sharding for host, device in rows]
@@ -73,7 +69,7 @@ class HostLayout(Layout):
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
         places = [buffer.sharding for buffer in self.on_device]
-        return jax.jit(self._read, in_shardings=(self._homes,), out_shardings=places)
+        return jax.jit(self._read, in_shardings=(self.homes,), out_shardings=places)
 
     def _read(self, buffers: Sequence[Any]) -> list[Any]:
         return [
@@ -112,7 +108,7 @@ class HostLayout(Layout):
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""
-        return jax.jit(self._write, out_shardings=self._homes)
+        return jax.jit(self._write, out_shardings=self.homes)
 
     def _write(self, buffers: Sequence[Any]) -> list[Any]:
         return [
@@ -211,13 +207,11 @@ def _host_layout(layout: Layout, device: Any) -> HostLayout:
 def _check_memory(device: Any, where: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if PINNED_HOST not in kinds:
-        raise VariablesError(
-            "a device has no memory of the host",
-            where=where,
-            expected=f"{PINNED_HOST!r} among the memories of {device.device_kind}",
-            got=", ".join(map(repr, kinds)) or "none",
-            hint="keep the variables Replicated() or Sharded(rules)",
-        )
+        what = "a device has no memory of the host"
+        expected = f"{PINNED_HOST!r} among the memories of {device.device_kind}"
+        got = ", ".join(map(repr, kinds)) or "none"
+        hint = "keep the variables Replicated() or Sharded(rules)"
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
 
 
 def _on_host(buffer: Buffer) -> Buffer | None:

@@ -37,12 +37,9 @@ class Meter(dict[str, int]):
 def pack(leaves: Sequence[Any], layout: Layout, *, may_alias: bool = False) -> Packed:
     """Copies leaves into buffers on the devices. They may be changed or donated afterwards.
 
-    Args:
-        leaves: of the value.
-        layout: of the buffers.
-        may_alias: whether the leaves never change, so that a CPU device may use the memory of numpy
-            arrays as it is. JAX refers to them then, and does not write to them, as PJRT promises
-            (`kImmutableZeroCopy`): it copies them when they are donated.
+    Leaves that never change (`may_alias`) are numpy arrays whose memory a CPU device may use as it
+    is. JAX refers to them then, and does not write to them, as PJRT promises
+    (`kImmutableZeroCopy`): it copies them when they are donated.
     """
     put = functools.partial(_put, may_alias=may_alias)
     return Packed(layout, tuple(map(put, layout.pack(leaves, np), layout.buffers)))
@@ -125,10 +122,9 @@ def free(packed: Packed) -> Packed:
 
 def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """What a program wrote to host memory, counted; moved where that is another device's."""
-    rows = zip(packed.buffers, layout.on_host, layout.on_device, strict=True)
-    home: Any = [(host or device).sharding for _, host, device in rows]
-    if home and packed.buffers[0].sharding.device_set != home[0].device_set:
-        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), home)))
+    homes = layout.homes
+    if homes and packed.buffers[0].sharding.device_set != homes[0].device_set:
+        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), homes)))
     meter[HOST_LINK] += layout.bytes_here[0]
     return packed
 
@@ -257,7 +253,7 @@ def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
     if wire is None or not codes(wire, array.dtype, array.size):
         meter[HOST_LINK] += array.nbytes
         return np.array(array)
-    coded = [np.asarray(each) for each in _encoder(wire)(array)]
+    coded = [np.asarray(each) for each in _encoded(wire, array)]
     meter[HOST_LINK] += sum(each.nbytes for each in coded)
     return decode(wire, coded, array.shape, array.dtype, xp=np)
 
@@ -271,6 +267,6 @@ def to_host_bytes(leaves: Iterable[Any], wire: str | None) -> int:
     )
 
 
-@functools.lru_cache(maxsize=8)
-def _encoder(wire: str) -> Any:
-    return jax.jit(lambda array: encode(wire, array.reshape(-1)))
+@functools.partial(jax.jit, static_argnums=0)
+def _encoded(wire: str, array: jax.Array) -> tuple[Any, ...]:
+    return encode(wire, array.reshape(-1))

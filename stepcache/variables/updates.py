@@ -28,13 +28,7 @@ from stepcache.variables.transfer import Meter
 
 
 class Updates:
-    """The pending updates of some variables, and their optimizer's state.
-
-    Attributes:
-        state: the optimizer's state; None before the first push that needs it.
-        pending: the number of updates that are pushed and not yet written.
-        pending_leaves: their sum; None where none is pending.
-    """
+    """The pending updates of some variables, and their optimizer's state."""
 
     def __init__(
         self,
@@ -49,9 +43,9 @@ class Updates:
         self._placement, self._placer, self._pack = placement, placer, pack
         self._on_host = isinstance(placement, OnHost) and placement.update == "host"
         self._run = _over_packed(_rule_of(write), placed=not self._on_host)
-        self.state: Master | None = None
-        self.pending = 0
-        self.pending_leaves: list[Any] | None = None
+        self.state: Master | None = None  # Of the optimizer; before the first push that needs it.
+        self.pending = 0  # The number of updates that are pushed and not yet written.
+        self.pending_leaves: list[Any] | None = None  # Their sum, where there are any.
 
     def resume(self, leaves: Sequence[Any] | None, count: int) -> None:
         """Replaces the pending updates, by those of a checkpoint."""
@@ -240,13 +234,11 @@ def _host_device(where: str) -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
-        raise VariablesError(
-            "the host cannot compute",
-            where=where,
-            expected="JAX's CPU backend beside that of the devices",
-            got=str(error).splitlines()[0],
-            hint='add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")',
-        ) from None
+        what = "the host cannot compute"
+        expected = "JAX's CPU backend beside that of the devices"
+        got = str(error).splitlines()[0]
+        hint = 'add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")'
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint) from None
 
 
 _NO_STATE = hold("nothing", (), Replicated(), None, Read(), Meter())

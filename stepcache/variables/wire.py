@@ -31,10 +31,7 @@ def codes(wire: str | None, dtype: Any, size: int, parts: int = 1) -> bool:
 
 
 def coded_arrays(wire: str, size: int, parts: int = 1) -> list[tuple[int, Any]]:
-    """Size and dtype of each of the flat arrays that `size` values in equal parts are coded as.
-
-    They are whole blocks, equally many in each part.
-    """
+    """Size and dtype of the arrays of coded values, which are as many whole blocks in each part."""
     unit = parts if wire == "bf16" else BLOCK * parts
     padded = -(-size // unit) * unit
     scales = [] if wire == "bf16" else [(padded // BLOCK, np.dtype(np.float32))]
@@ -47,10 +44,7 @@ def coded_bytes(wire: str, size: int, parts: int = 1) -> int:
 
 
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
-    """Flat floats, coded in equal parts, and, for "int8", the scales of their blocks.
-
-    A block with an infinite value or a NaN is decoded as NaNs.
-    """
+    """Flat floats in equal parts; for "int8", scales too. Blocks with inf or NaN decode as NaNs."""
     missing = coded_arrays(wire, flat.shape[0], parts)[0][0] - flat.shape[0]
     flat = xp.pad(flat, (0, missing))
     with np.errstate(all="ignore"):  # Of what is not finite, or underflows.
