@@ -13,6 +13,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
+
+# This also imports Pallas, whose settings then are in all keys: not from its first use on alone.
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh
 
 from stepcache._changes import Undoing
@@ -23,9 +26,6 @@ if PRIVATE_API:
     from jax._src import config as jax_config
     from jax._src import core, xla_bridge
     from jax._src import mesh as mesh_lib
-    from jax._src.core import get_opaque_trace_state
-else:  # Its import brings Pallas, and takes a tenth of ours.
-    from jax.extend.core import get_opaque_trace_state
 
 
 # What our contexts hold is compared in C, by identity or as a tuple. JAX's dispatcher looks a call

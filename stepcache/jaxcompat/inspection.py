@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.contexts import setting
@@ -25,10 +26,7 @@ from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 if PRIVATE_API:
     from jax._src import config as jax_config
     from jax._src import tree_util, xla_bridge
-    from jax._src.core import jaxprs_in_params
     from jaxlib import xla_client
-else:
-    from jax.extend.core import jaxprs_in_params
 if CAN_STORE:
     from jax._src import core
     from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
