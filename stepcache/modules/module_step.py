@@ -46,7 +46,7 @@ class ModuleStepBase:
             **kwargs: as in a call.
 
         Returns:
-            An `Explanation`, in which arrays have their paths: `model.layers[3].kernel`.
+            An `Explanation`, in which arrays have their paths, such as `model.layers[3].kernel`.
 
         Raises:
             OptionError: options of a step over nnx modules place arguments, so that nnx serves it.

@@ -225,6 +225,9 @@ class Levels:
             self._recording = recorded = self._recording.with_all_of(recording)
         used = lookup.used_by(recorded)
         dependencies = dict(lookup.extend(used).dependencies)
+        # That has found more objects of the user's, in installed modules, whose code may read them.
+        while (more := lookup.used_by(recorded)).attributes != used.attributes:
+            used, dependencies = more, dict(lookup.extend(more).dependencies)
         dependencies |= _filled_by_trace(dependencies, used, result)
         untrackable = lookup.untrackable_in(recorded)
         # What the trace itself changed, as a count of its calls, is no change after it.

@@ -107,6 +107,7 @@ class RemoteMaster(Master):
     ) -> None:
         meter[SERVER_LINK] += _sent_bytes(leaves)
         self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
+        on_kept()
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
         way = ("client", "tasks", "update", "the tasks compute", ())

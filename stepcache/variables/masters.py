@@ -128,7 +128,7 @@ class Master:
     def apply(
         self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
     ) -> None:
-        """Has an update added, or applied, where it lives. Calls `on_kept` once it surely will."""
+        """Has an update added, or applied, here. Calls `on_kept` once nothing can prevent that."""
         raise NotImplementedError
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:

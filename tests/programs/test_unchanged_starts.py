@@ -192,6 +192,28 @@ def test_functions_that_gin_calls(install, tmp_path):
         start(source.replace("Reference(double)", "Reference(triple)"), "gin", tmp_path)
 
 
+def test_a_handler_of_numpyro_around_a_call_is_a_dependency(install, tmp_path):
+    text = "_PYRO_STACK = []\ndef apply(x): return x * _PYRO_STACK[-1].factor"
+    install("numpyro", {"__init__.py": "", "primitives.py": text})
+    source = """
+    from numpyro import primitives
+
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+    primitives._PYRO_STACK.append(Scale(2))
+
+    @sc.step
+    def step(x):
+        return primitives.apply(x)
+    """
+    start(source, "numpyro", tmp_path)
+    assert levels(start(source, "numpyro", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("Scale(2)", "Scale(3)"), "numpyro", tmp_path)
+
+
 KEEPS_FOR_ONE_THREAD = """
     import threading
 
