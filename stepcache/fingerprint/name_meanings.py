@@ -7,6 +7,7 @@ import logging
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +50,22 @@ class Meaning:
         self.values += ((path, value),)
 
 
-def is_held_whole(value: Any) -> bool:
-    """Whether a value is what it is called; and not an object whose attributes may be set."""
+def is_held_whole(value: Any, deepest: int = 4) -> bool:
+    """Whether `Held` sees all that could change what a value means.
+
+    Not of an object whose attributes may be set, or of a container that Python does not define.
+    """
+    kind = type(value)
+    if kind in CONTAINERS:
+        parts = [part for _, part, _ in _parts("", value)]
+        is_deep_enough = deepest > 0 or not parts
+        return is_deep_enough and all(is_held_whole(each, deepest - 1) for each in parts)
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
-    kinds: Any = (*wrapping, *CONTAINERS, *instances.SLOT_TYPES)
-    if plain_text(value) is not None or callable(value) or isinstance(value, kinds):
+    if plain_text(value) is not None or callable(value) or _is_users(value):
         return True
-    kind = type(value)  # A mere mark has neither attributes nor slots.
+    if isinstance(value, (*wrapping, *instances.SLOT_TYPES)):
+        return True
+    # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
 
 
@@ -103,8 +113,6 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
             texts.append(f"{attribute} {text}")
             continue
         if text is None:
-            if isinstance(value, type):
-                continue
             text = text_of(notes, f"{name}.{attribute}", value, has_state)
         if has_state and _is_of_another_module(value, cls) and text != "the user's":
             # Put there by another module of the package, as jax.shard_map's does when imported.
@@ -151,26 +159,20 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
-    if path in _OF_THE_USERS:
+    if path in _OF_THE_USERS or _is_users(value):
         notes.value(path, value)
         return "the user's"
     if kind is types.FunctionType:
-        if is_foreign(value):
-            notes.value(path, value)
-            return "the user's"
         return _name_with_defaults(value)
     if kind is types.ModuleType:
         return value.__name__
     if (text := plain_text(value)) is not None:
         return text
-    if kind in CONTAINERS:
+    if kind in CONTAINERS or kind is deque:
         return _container_text(notes, path, value, has_state)
-    if is_foreign(value):
-        notes.value(path, value)
-        return "the user's"
     if callable(value) or isinstance(value, staticmethod | classmethod | property):
         return _callable_text(notes, path, value)
-    if has_state or origin_of(kind) == USER:
+    if has_state:
         return kind.__qualname__
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
@@ -179,9 +181,11 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         notes.once(f"{path}{OF_THREAD}", thread_text(value))
         return kind.__qualname__
     state = instances.attributes_of(value)
-    if isinstance(value, logging.Logger):
+    is_logger = isinstance(value, logging.Logger)
+    if is_logger:
         state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
+    texts += [] if is_logger else _follow(notes, path, value, _DEEPEST)
     return f"{kind.__qualname__} {digest(texts)}"
 
 
@@ -198,13 +202,61 @@ _EMPTY = ("None", "list()", "dict()", "tuple()", "set()")  # As before, or after
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if not has_state and (text := container_text(value)) is not None:
         return text
-    each_value = list(value.values()) if isinstance(value, dict) else list(value)
-    for number, each in enumerate(each_value):
-        if type(each) is types.FunctionType and is_foreign(each):
-            notes.value(f"{path}[{number}]", each)
+    settings = _follow(notes, path, value, depth=1 if has_state else _DEEPEST)
     text = f"{type(value).__name__} of objects"
-    settings = [] if has_state else list(_settings_in(value))
-    return f"{text}, {digest(settings)}" if settings else text
+    return f"{text}, {digest(settings)}" if settings and not has_state else text
+
+
+def _follow(notes: Meaning, path: str, value: Any, depth: int) -> list[str]:
+    """Notes what of the user's is inside a value. Returns the plain values inside, by their names.
+
+    A cache that is filled in passing may hold plain values too, but these have no names.
+    """
+    settings = []
+    seen, level = {id(value)}, [("", value)]
+    for _ in range(depth):
+        below = []
+        for place, part, has_name in (each for of in level for each in _parts(*of)):
+            if (text := container_text(part)) is not None:
+                settings += [f"{place} {text}"] if has_name else []
+            elif id(part) not in seen:
+                seen.add(id(part))
+                if _is_users(part):
+                    notes.value(f"{path}{place}", part)
+                else:
+                    below.append((place, part))
+        level = below[:_MAX_INSIDE]
+    return settings
+
+
+_DEEPEST, _MAX_INSIDE = 4, 512
+
+
+def _parts(where: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
+    """What is in a container or in an object of an installed package: place, part, has a name."""
+    kind = type(value)
+    if isinstance(value, dict | types.MappingProxyType):
+        for number, (key, part) in enumerate(list(value.items())):
+            has_name = type(key) in (str, tuple) and plain_text(key) is not None
+            yield f"{where}[{key!r}]" if has_name else f"{where}[{number}]", part, has_name
+    elif isinstance(value, set | frozenset):
+        for number, part in enumerate(sorted(value, key=_name)):
+            yield f"{where}[{number}]", part, False
+    elif isinstance(value, list | tuple | deque):
+        for number, part in enumerate(list(value)):
+            yield f"{where}[{number}]", part, False
+    if instances.is_shown(kind) and not isinstance(value, type | types.FunctionType):
+        for name, part in instances.attributes_of(value).items():
+            yield f"{where}.{name}", part, True
+
+
+def _name(value: Any) -> str:
+    return qualified_name(value if callable(value) else type(value))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a value is the user's: a function, a class, or an object of such a class."""
+    return is_foreign(value) or instances.is_users(type(value))
 
 
 # What packages keep for the user, wholly: the values of gin's parameters, functions among them;
@@ -218,24 +270,6 @@ _OF_THE_USERS = frozenset(
         "numpyro.primitives._PYRO_STACK",
     )
 )
-
-
-def _settings_in(value: Any, where: str = "", depth: int = 3) -> Iterator[str]:
-    """The plain values under names in containers that hold others, too: they may be the user's."""
-    if not depth or type(value) not in (dict, list, tuple) or len(value) > _MAX_SETTINGS:
-        return
-    items = value.items() if type(value) is dict else enumerate(value)
-    for key, each in list(items):
-        if type(value) is dict and not (type(key) in (str, tuple) and plain_text(key)):
-            continue
-        text, place = container_text(each), f"{where}[{key!r}]"
-        if text is None:
-            yield from _settings_in(each, place, depth - 1)
-        elif type(value) is dict:
-            yield f"{place} {text}"
-
-
-_MAX_SETTINGS = 512
 
 
 def _callable_text(notes: Meaning, path: str, value: Any) -> str:

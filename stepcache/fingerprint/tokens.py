@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
 _SHOWN = 60
-_PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset)
+_PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 _PLAIN_ITEMS = 512
 
 

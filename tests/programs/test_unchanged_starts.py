@@ -1,86 +1,22 @@
-"""What a later start of an unchanged program finds where a trace itself changes what it reads.
-
-The same source made anew stands for another process, with the packages that it uses imported anew.
-"""
+"""What a later start of an unchanged program finds where a trace itself changes what it reads."""
 
 import gc
-import importlib
 import logging
-import sys
-import textwrap
 import types
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax.linen import module as linen_module
 
-import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.fingerprint import installed_packages, provenance
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
+from tests.programs.starts import BUILT, WITHOUT_A_TRACE, WITHOUT_COMPILING, levels, start
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
 )
-
-BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs a package of the given files for one test, as if this process began later."""
-    monkeypatch.setattr(installed_packages, "PROCESS_BEGAN_NS", sys.maxsize)
-    site = tmp_path / "site-packages"
-    monkeypatch.syspath_prepend(str(site))
-    installed = []
-
-    def install_package(name, files):
-        texts = {site / name / file: textwrap.dedent(text) for file, text in files.items()}
-        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        texts[site / f"{name}-1.0.dist-info" / "METADATA"] = about
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        importlib.invalidate_caches()
-        provenance.distribution_of.cache_clear()
-        installed.append(name)
-
-    yield install_package
-    for name in installed:
-        unload(name)
-    installed_packages.look_again()  # Else the next step of this process would be traced twice.
-
-
-def unload(package):
-    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
-        del sys.modules[name]
-
-
-def start(source, package, tmp_path):
-    """One start of a program, up to its first result; its module."""
-    unload(package)
-    cache = sc.ProgramCache(tmp_path / "programs", verify="off")
-    module = types.ModuleType("life")
-    path = tmp_path / "life.py"
-    path.write_text(textwrap.dedent(source))
-    module.__dict__.update(jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
-    sys.modules["life"] = module
-    with sc.Session(cache=cache):
-        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-        assert np.asarray(module.step(np.arange(3, dtype=np.float32))).tolist() == [0, 2, 4]
-    cache.flush()
-    return module
-
-
-def levels(module):
-    """Traces, compiles, loads of a module's step."""
-    stats = module.step.stats()
-    return stats.traces, stats.compiles, stats.loads
-
 
 FILLS_A_CACHE = {
     "__init__.py": """

@@ -1,0 +1,44 @@
+"""Starts of a program that uses an installed package, in one process.
+
+The same source made anew stands for another process, with the packages that it uses imported anew.
+"""
+
+import sys
+import textwrap
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stepcache as sc
+
+BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
+
+
+def unload(package):
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+def start(source, package, tmp_path):
+    """One start of a program, up to its first result; its module."""
+    unload(package)
+    cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+    module = types.ModuleType("life")
+    path = tmp_path / "life.py"
+    path.write_text(textwrap.dedent(source))
+    module.__dict__.update(jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
+    sys.modules["life"] = module
+    with sc.Session(cache=cache):
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        found = np.asarray(module.step(np.arange(3, dtype=np.float32))).tolist()
+        assert found == [0, 2, 4], found
+    cache.flush()
+    return module
+
+
+def levels(module):
+    """Traces, compiles, loads of a module's step."""
+    stats = module.step.stats()
+    return stats.traces, stats.compiles, stats.loads

@@ -1,0 +1,120 @@
+"""What a program puts into an installed package is a dependency of the steps that read it there."""
+
+import pytest
+
+from stepcache import jaxcompat
+from tests.programs.starts import WITHOUT_A_TRACE, levels, start
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+PACKAGE = """
+from collections import OrderedDict, defaultdict, deque
+from types import MappingProxyType, SimpleNamespace
+
+class Two: factor = 2
+class Three: factor = 3
+class Holder: factor = 1
+class Base: kind = handler = None
+
+class Registry:
+    def __init__(self):
+        self.handler, self._items = None, {}
+    def register(self, name, value):
+        self._items[name] = value
+    def named(self, name):
+        return self._items[name]
+
+handler = None
+handlers, table, nested, several, queue = [], {}, {"a": {}}, set(), deque()
+ordered, default, space, below = OrderedDict(), defaultdict(dict), SimpleNamespace(), {}
+proxy, registry, holders = MappingProxyType(below), Registry(), {"a": Holder()}
+
+def unchanged(x):
+    handler, handlers, table, nested, several, queue, ordered, default, space, below
+    proxy, registry, holders, Base
+    return x
+
+def scaled(x):
+    return x * READ
+"""
+
+PROGRAM = """
+import given_pkg
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, x):
+        return x * self.factor
+
+class Double: factor = 2
+class Triple: factor = 3
+
+def double(x): return x * 2
+def triple(x): return x * 3
+
+@sc.step
+def another(x):
+    return given_pkg.unchanged(x)
+
+if FIRST:
+    another(np.arange(3))
+GIVEN
+
+@sc.step
+def step(x):
+    Double, Triple, double, triple, Scale  # So all of them are known to be reached.
+    return given_pkg.scaled(x)
+"""
+EDITS = {"(2)": "(3)", "'2'": "'3'", "Double": "Triple", "double": "triple", "Two": "Three"}
+
+
+def program(given: str, after_another_step: bool) -> str:
+    return PROGRAM.replace("GIVEN", f"given_pkg.{given}").replace("FIRST", str(after_another_step))
+
+
+@pytest.mark.parametrize("after_another_step", [False, True])
+@pytest.mark.parametrize(
+    "given, read",
+    [
+        ("handler = Scale(2)", "handler.factor"),
+        ("handler = Scale(2)", "handler(1)"),
+        ("handlers.append(Scale(2))", "handlers[-1].factor"),
+        ("several.add(Scale(2))", "sum(each.factor for each in several)"),
+        ("queue.append(Scale(2))", "queue[0].factor"),
+        ("queue.append(int('2'))", "queue[0]"),
+        ("table['a'] = Scale(2)", "table['a'].factor"),
+        ("table['a'] = Double", "table['a'].factor"),
+        ("table['a'] = double", "table['a'](1)"),
+        ("nested['a']['b'] = Scale(2)", "nested['a']['b'].factor"),
+        ("ordered['a'] = int('2')", "ordered['a']"),
+        ("ordered['a'] = Scale(2)", "ordered['a'].factor"),
+        ("default['a']['b'] = int('2')", "default['a']['b']"),
+        ("default['a']['b'] = Scale(2)", "default['a']['b'].factor"),
+        ("below['a'] = int('2')", "proxy['a']"),
+        ("below['a'] = Scale(2)", "proxy['a'].factor"),
+        ("space.factor = int('2')", "space.factor"),
+        ("space.handler = Scale(2)", "space.handler.factor"),
+        ("registry.handler = Scale(2)", "registry.handler.factor"),
+        ("registry.register('a', Scale(2))", "registry.named('a').factor"),
+        ("registry.register('a', Double)", "registry.named('a').factor"),
+        ("registry.register('a', double)", "registry.named('a')(1)"),
+        ("holders['a'].factor = int('2')", "holders['a'].factor"),
+        ("holders['a'].handler = Scale(2)", "holders['a'].handler.factor"),
+        ("Base.handler = Scale(2)", "Base.handler.factor"),
+        ("Base.kind = Double", "Base.kind.factor"),
+        ("Base.kind = given_pkg.Two", "Base.kind.factor"),
+    ],
+)
+def test_an_edit_of_what_is_put_there_is_seen(given, read, after_another_step, install, tmp_path):
+    install("given_pkg", {"__init__.py": PACKAGE.replace("READ", read)})
+    source = program(given, after_another_step)
+    start(source, "given_pkg", tmp_path)
+    second = start(source, "given_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+    for before, after in EDITS.items():
+        given = given.replace(before, after)
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(program(given, after_another_step), "given_pkg", tmp_path)
