@@ -215,12 +215,18 @@ _PLAIN = frozenset((object, types.SimpleNamespace, argparse.Namespace, *argparse
 
 
 def is_foreign(value: Any) -> bool:
-    """A function or class of the user's, wherever it is found."""
-    inner = getattr(value, "__func__", value)
-    inner = getattr(inner, "fget", inner) if isinstance(inner, property) else inner
-    if isinstance(inner, types.FunctionType):
+    """A function or class of the user's, wherever it is found.
+
+    Nothing of the value's own is called: to ask a lazy module for an attribute would import it.
+    """
+    kind, inner = type(value), value
+    if issubclass(kind, types.MethodType | staticmethod | classmethod):
+        inner = value.__func__
+    elif issubclass(kind, property):
+        inner = value.fget
+    if type(inner) is types.FunctionType:
         if inner.__code__.co_filename.startswith("<") and inner.__module__ is None:
             return False
         named = (inner.__module__ or "").startswith("namedtuple_")
         return origin_of(inner) == USER and not named
-    return isinstance(inner, type) and origin_of(inner) == USER
+    return issubclass(type(inner), type) and origin_of(inner) == USER

@@ -166,7 +166,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
 
 def _owner(value: Any) -> types.ModuleType | type | None:
     """Returns a value whose attributes are not those of a user's object, or None."""
-    is_class = isinstance(value, type) and origin_of(value) == INSTALLED
+    is_class = issubclass(type(value), type) and origin_of(value) == INSTALLED
     return value if is_class or type(value) is types.ModuleType else None
 
 

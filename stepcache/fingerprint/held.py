@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from stepcache.fingerprint.provenance import PYTHON, origin_of_module
+from stepcache.fingerprint.provenance import PYTHON, origin_of
 
 CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
 _CHANGEABLE = frozenset((list, set))
@@ -36,11 +36,13 @@ class Held:
     def hold(self, values: Iterable[Any]) -> None:
         """Adds values: of a class its members, of a function its code and defaults."""
         values = list(values)
-        classes = [each for each in values if isinstance(each, type) and not is_immutable(each)]
+        classes = [
+            each for each in values if issubclass(type(each), type) and not is_immutable(each)
+        ]
         owners = gc.get_referents(*map(vars, classes))  # The dictionaries behind the proxies.
         for each in classes:
             members = vars(each).values()
-            if origin_of_module(each.__module__) == PYTHON:  # It may keep a registry of its own.
+            if origin_of(each) == PYTHON:  # It may keep a registry of its own.
                 members = [member for member in members if type(member) not in CONTAINERS]
             values += members
         owners += filter(None, map(function_in, values))

@@ -97,7 +97,7 @@ def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
         if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
             space = vars(sys.modules[module])
             for name in read.split():
-                if isinstance(value := space.get(name), threading.local):
+                if issubclass(type(value := space.get(name)), threading.local):
                     found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
     return found
 
@@ -175,7 +175,7 @@ class _ModuleState:
         """What a name means, and whether to hold on to its value."""
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
-        fixed = isinstance(value, kinds) and value.__name__.endswith(name)  # Its definition.
+        fixed = issubclass(type(value), kinds) and value.__name__.endswith(name)  # Its definition.
         varies = not fixed and name in content_of(self._name).varying
         meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
@@ -190,7 +190,7 @@ class _ModuleState:
         path = f"{self._name}.{name}"
         text = text_of(meaning, path, value, self._has_state)
         meaning.text = f"{name} {text}"
-        if isinstance(value, type):
+        if issubclass(type(value), type):
             of_class = _meaning_of_class(value, self._has_state)
             meaning.text += f"\n{of_class.text}"
             meaning.dependencies += of_class.dependencies
@@ -206,7 +206,9 @@ class _ModuleState:
         """Whether `hold` sees everything that could change what a value means."""
         if self._has_state:
             return True
-        values = [each for _, each in members_of(value)] if isinstance(value, type) else [value]
+        values = (
+            [each for _, each in members_of(value)] if issubclass(type(value), type) else [value]
+        )
         return all(map(is_held_whole, values))
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
@@ -18,6 +18,7 @@ from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import (
+    attribute_of,
     container_text,
     digest,
     plain_text,
@@ -57,13 +58,13 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
     """
     kind = type(value)
     if kind in CONTAINERS:
-        parts = [part for _, part, _ in _parts("", value)]
+        parts = [part.value for part in _parts(_Part("", value))]
         is_deep_enough = deepest > 0 or not parts
         return is_deep_enough and all(is_held_whole(each, deepest - 1) for each in parts)
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
     if plain_text(value) is not None or callable(value) or _is_users(value):
         return True
-    if isinstance(value, (*wrapping, *instances.SLOT_TYPES)):
+    if issubclass(kind, (*wrapping, *instances.SLOT_TYPES)):
         return True
     # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
@@ -72,8 +73,8 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
     """Whether a name is a dependency of its own: the user can change it, or it was changed."""
     if callable(value):
-        return not text.endswith(attribute) and hasattr(value, "__qualname__")
-    return package not in TRUSTED and not isinstance(value, types.ModuleType)
+        return not text.endswith(attribute) and attribute_of(value, "__qualname__") is not None
+    return package not in TRUSTED and not issubclass(type(value), types.ModuleType)
 
 
 def members_of(cls: type) -> list[tuple[str, Any]]:
@@ -89,8 +90,8 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
     if is_immutable(cls):
         return "immutable"
     keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
+    name = qualified_name(cls)
     module, qualified = cls.__module__, cls.__qualname__
-    name = f"{module}.{qualified}"
     texts = [name]
     for attribute, value in sorted(members_of(cls)):
         if (
@@ -170,18 +171,18 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         return text
     if kind in CONTAINERS or kind is deque:
         return _container_text(notes, path, value, has_state)
-    if callable(value) or isinstance(value, staticmethod | classmethod | property):
+    if callable(value) or issubclass(kind, staticmethod | classmethod | property):
         return _callable_text(notes, path, value)
     if has_state:
         return kind.__qualname__
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
-    if isinstance(value, threading.local):
+    if issubclass(kind, threading.local):
         notes.once(f"{path}{OF_THREAD}", thread_text(value))
         return kind.__qualname__
     state = instances.attributes_of(value)
-    is_logger = isinstance(value, logging.Logger)
+    is_logger = issubclass(kind, logging.Logger)
     if is_logger:
         state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
@@ -191,12 +192,21 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
 
 def thread_text(value: threading.local) -> str:
     """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
-    texts = ((name, container_text(each)) for name, each in sorted(vars(value).items()))
+    # Python itself keeps `__orig_class__` there, once the thread has an object.
+    state = {name: each for name, each in vars(value).items() if not name.startswith("__")}
+    texts = ((name, container_text(each)) for name, each in sorted(state.items()))
     return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
 
 
 OF_THREAD = " (in this thread)"
-_EMPTY = ("None", "list()", "dict()", "tuple()", "set()")  # As before, or after, any use.
+_EMPTY = (
+    "None",
+    "list()",
+    "dict()",
+    "tuple()",
+    "set()",
+    "deque()",
+)  # As before, or after, any use.
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
@@ -210,44 +220,53 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
 def _follow(notes: Meaning, path: str, value: Any, depth: int) -> list[str]:
     """Notes what of the user's is inside a value. Returns the plain values inside, by their names.
 
-    A cache that is filled in passing may hold plain values too, but these have no names.
+    A cache that is filled in passing may hold plain values too, but under objects or in a row.
     """
     settings = []
-    seen, level = {id(value)}, [("", value)]
+    seen, level = {id(value)}, [_Part("", value)]
     for _ in range(depth):
         below = []
-        for place, part, has_name in (each for of in level for each in _parts(*of)):
-            if (text := container_text(part)) is not None:
-                settings += [f"{place} {text}"] if has_name else []
-            elif id(part) not in seen:
-                seen.add(id(part))
-                if _is_users(part):
-                    notes.value(f"{path}{place}", part)
+        for part in (each for owner in level for each in _parts(owner)):
+            if (text := container_text(part.value)) is not None:
+                settings += [f"{part.place} {text}"] if part.is_named and not part.in_row else []
+            elif id(part.value) not in seen:
+                seen.add(id(part.value))
+                if _is_users(part.value):
+                    notes.value(f"{path}{part.place}", part.value)
                 else:
-                    below.append((place, part))
+                    below.append(part)
         level = below[:_MAX_INSIDE]
-    return settings
+    return sorted(settings)
 
 
 _DEEPEST, _MAX_INSIDE = 4, 512
 
 
-def _parts(where: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
-    """What is in a container or in an object of an installed package: place, part, has a name."""
+class _Part(NamedTuple):
+    """What is in a container or in an object; named if texts alone lead to it."""
+
+    place: str
+    value: Any
+    is_named: bool = True
+    in_row: bool = False
+
+
+def _parts(owner: _Part) -> Iterator[_Part]:
+    where, value, is_named, _ = owner
     kind = type(value)
-    if isinstance(value, dict | types.MappingProxyType):
-        for number, (key, part) in enumerate(list(value.items())):
-            has_name = type(key) in (str, tuple) and plain_text(key) is not None
-            yield f"{where}[{key!r}]" if has_name else f"{where}[{number}]", part, has_name
-    elif isinstance(value, set | frozenset):
-        for number, part in enumerate(sorted(value, key=_name)):
-            yield f"{where}[{number}]", part, False
-    elif isinstance(value, list | tuple | deque):
-        for number, part in enumerate(list(value)):
-            yield f"{where}[{number}]", part, False
-    if instances.is_shown(kind) and not isinstance(value, type | types.FunctionType):
-        for name, part in instances.attributes_of(value).items():
-            yield f"{where}.{name}", part, True
+    if issubclass(kind, dict | types.MappingProxyType):
+        for number, (key, each) in enumerate(list(value.items())):
+            if type(key) in (str, tuple) and plain_text(key) is not None:
+                yield _Part(f"{where}[{key!r}]", each, is_named)
+            else:
+                yield _Part(f"{where}[{number}]", each, is_named=False)
+    elif issubclass(kind, set | frozenset | list | tuple | deque):
+        has_order = not issubclass(kind, set | frozenset)
+        for number, each in enumerate(list(value) if has_order else sorted(value, key=_name)):
+            yield _Part(f"{where}[{number}]", each, is_named and has_order, in_row=True)
+    if instances.is_shown(kind) and not issubclass(kind, type | types.FunctionType):
+        for name, each in instances.attributes_of(value).items():
+            yield _Part(f"{where}.{name}", each, is_named)
 
 
 def _name(value: Any) -> str:
@@ -276,28 +295,25 @@ def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     """A function in some wrapping: by its name where it has one, and what the user put into it."""
     inner: Any = value
     for _ in range(8):
-        state = getattr(inner, "__dict__", None) or {}
-        following = (
-            getattr(inner, "func", None)
-            or getattr(inner, "__func__", None)
-            or (inner.fget if isinstance(inner, property) else None)
-            or state.get("__wrapped__")
-            or getattr(inner, "__wrapped__", None)
-        )
+        following = next(filter(None, (attribute_of(inner, name) for name in _WRAPPED)), None)
         if following is None or following is inner:
             break
         inner = following
         if is_foreign(inner):
             notes.value(path, value)
             return "the user's"
-    if isinstance(value, functools.partial):
+    if issubclass(type(value), functools.partial):
         given: tuple[Any, ...] = (*value.args, *value.keywords.values())
         if any(is_foreign(each) for each in given):
             notes.value(path, value)
         texts = (container_text(each) or qualified_name(each) for each in given)
         return f"partial of {qualified_name(inner)} {tuple(value.keywords)} {digest(texts)}"
     kind = type(value).__qualname__
-    return f"{kind} {getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', kind)}"
+    module, name = attribute_of(inner, "__module__"), attribute_of(inner, "__qualname__")
+    return f"{kind} {module or ''}.{name or kind}"
+
+
+_WRAPPED = ("func", "__func__", "fget", "__wrapped__")
 
 
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)

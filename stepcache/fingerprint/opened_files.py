@@ -65,7 +65,9 @@ def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
     if not _OPENERS.isdisjoint(code.co_names):
         return True
     values = [module.get(name) for name in code.co_names]
-    return any(isinstance(each, type) and _IOBASE in each.__mro__ for each in values) or any(
+    # `isinstance` would ask a proxy for its class, as one of a module that is not imported yet.
+    classes = [each for each in values if issubclass(type(each), type)]
+    return any(_IOBASE in each.__mro__ for each in classes) or any(
         each is opener for each in values for opener in (open, os.open, io.open_code)
     )
 

@@ -87,10 +87,13 @@ def _origin_if_imported(name: str) -> str:
 
 def origin_of(value: Any) -> str:
     """The origin of a function or a class."""
-    code = getattr(value, "__code__", None)
+    # Of a class its metaclass may be asked, which may raise.
+    code = None if issubclass(type(value), type) else getattr(value, "__code__", None)
     if isinstance(code, CodeType) and not code.co_filename.startswith("<"):
         return origin_of_file(code.co_filename)
     module = getattr(value, "__module__", None)
+    if not isinstance(module, str):
+        module = None  # Of a class of proxies it is a property.
     return origin_of_module(module) if module or code is None else USER
 
 

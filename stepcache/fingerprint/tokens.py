@@ -72,6 +72,16 @@ def key_text(key: Any) -> str:
 
 def qualified_name(value: Any) -> str:
     """The full name of a class, a function or a member of an enumeration."""
-    if isinstance(value, enum.Enum):
+    if issubclass(type(value), enum.Enum):
         return f"{qualified_name(type(value))}.{value.name}"
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    module = getattr(value, "__module__", "")
+    return f"{module if isinstance(module, str) else ''}.{getattr(value, '__qualname__', '')}"
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """An attribute as Python finds it; None if the value's own `__getattr__` would be asked."""
+    find: Any = type.__getattribute__ if issubclass(type(value), type) else object.__getattribute__
+    try:
+        return find(value, name)
+    except Exception:
+        return None

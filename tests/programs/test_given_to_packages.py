@@ -118,3 +118,79 @@ def test_an_edit_of_what_is_put_there_is_seen(given, read, after_another_step, i
         given = given.replace(before, after)
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
         start(program(given, after_another_step), "given_pkg", tmp_path)
+
+
+def test_stacks_for_each_thread_that_are_empty_again(install, tmp_path):
+    """As haiku has: Python notes the generic alias that made a stack, which is no state of it."""
+    stacks = """
+    import collections, threading
+    from typing import Generic, TypeVar
+
+    T = TypeVar("T")
+
+    class Local(threading.local, Generic[T]):
+        def __init__(self):
+            self.items = collections.deque()
+
+    stack = Local[int]()
+
+    def scaled(x):
+        stack.items.append(2)
+        return x * stack.items.pop()
+    """
+    install("given_pkg", {"__init__.py": stacks})
+    source = """
+    import given_pkg
+
+    @sc.step
+    def step(x):
+        return given_pkg.scaled(x)
+    """
+    start(source, "given_pkg", tmp_path)
+    assert levels(start(source, "given_pkg", tmp_path)) == WITHOUT_A_TRACE
+
+
+def test_nothing_of_a_lazy_object_is_called(install, tmp_path):
+    """To look at a module that is imported at its first use would import it, and may raise."""
+    lazy = """
+    import types
+
+    asked = []
+
+    def ask(of, name):
+        asked.append(name)
+        raise ImportError(f"no module for {name}")
+
+    class LazyModule(types.ModuleType):
+        __getattr__ = ask
+
+    class Proxy:
+        def __getattribute__(self, name):
+            ask(self, name)
+        def __call__(self):
+            pass
+
+    class Asks(type):
+        __getattr__ = ask
+
+    class Class(metaclass=Asks):
+        pass
+
+    module, proxy, table = LazyModule("missing"), Proxy(), {"a": Proxy(), "b": LazyModule("other")}
+
+    def scaled(x):
+        module, proxy, table, Class
+        return x * 2
+    """
+    install("given_pkg", {"__init__.py": lazy})
+    source = """
+    import given_pkg
+
+    @sc.step
+    def step(x):
+        return given_pkg.scaled(x)
+    """
+    start(source, "given_pkg", tmp_path)
+    second = start(source, "given_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+    assert second.given_pkg.asked == []
