@@ -16,7 +16,7 @@ from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
-from stepcache.fingerprint.provenance import PYTHON, USER, origin_of, origin_of_file
+from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
@@ -62,7 +62,8 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
         is_deep_enough = deepest > 0 or not parts
         return is_deep_enough and all(is_held_whole(each, deepest - 1) for each in parts)
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
-    if plain_text(value) is not None or callable(value) or _is_users(value):
+    is_function = callable(value) and not _may_have_state(value)
+    if plain_text(value) is not None or is_function or _is_users(value):
         return True
     if issubclass(kind, (*wrapping, *instances.SLOT_TYPES)):
         return True
@@ -171,23 +172,33 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         return text
     if kind in CONTAINERS or kind is deque:
         return _container_text(notes, path, value, has_state)
-    if callable(value) or issubclass(kind, staticmethod | classmethod | property):
-        return _callable_text(notes, path, value)
-    if has_state:
-        return kind.__qualname__
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
-    if issubclass(kind, threading.local):
+    if issubclass(kind, threading.local) and not has_state:
         notes.once(f"{path}{OF_THREAD}", thread_text(value))
         return kind.__qualname__
+    text = kind.__qualname__
+    if callable(value) or issubclass(kind, staticmethod | classmethod | property):
+        text = _callable_text(notes, path, value)
+    if has_state or not _may_have_state(value):
+        return text
     state = instances.attributes_of(value)
     is_logger = issubclass(kind, logging.Logger)
     if is_logger:
         state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
     texts += [] if is_logger else _follow(notes, path, value, _DEEPEST)
-    return f"{kind.__qualname__} {digest(texts)}"
+    return f"{text} {digest(texts)}"
+
+
+def _may_have_state(value: Any) -> bool:
+    """Whether a value is not a function or class, but an object that may hold settings."""
+    kind = type(value)
+    if not callable(value):
+        return True
+    known = issubclass(kind, type) or kind.__module__.partition(".")[0] in TRUSTED
+    return not known and origin_of(kind) == INSTALLED
 
 
 def thread_text(value: threading.local) -> str:
@@ -258,7 +269,8 @@ def _parts(owner: _Part) -> Iterator[_Part]:
         for number, (key, each) in enumerate(list(value.items())):
             if type(key) in (str, tuple) and plain_text(key) is not None:
                 yield _Part(f"{where}[{key!r}]", each, is_named)
-            else:
+            elif type(each) is types.FunctionType or not _is_users(key):
+                # What flax keeps for each of the user's classes matters where that is reached.
                 yield _Part(f"{where}[{number}]", each, is_named=False)
     elif issubclass(kind, set | frozenset | list | tuple | deque):
         has_order = not issubclass(kind, set | frozenset)

@@ -26,6 +26,11 @@ class Registry:
     def named(self, name):
         return self._items[name]
 
+class Scaler:
+    def __call__(self, x):
+        return x * self.factor
+
+scaler = Scaler()
 handler = None
 handlers, table, nested, several, queue = [], {}, {"a": {}}, set(), deque()
 ordered, default, space, below = OrderedDict(), defaultdict(dict), SimpleNamespace(), {}
@@ -33,7 +38,7 @@ proxy, registry, holders = MappingProxyType(below), Registry(), {"a": Holder()}
 
 def unchanged(x):
     handler, handlers, table, nested, several, queue, ordered, default, space, below
-    proxy, registry, holders, Base
+    proxy, registry, holders, Base, scaler
     return x
 
 def scaled(x):
@@ -88,6 +93,8 @@ def program(given: str, after_another_step: bool) -> str:
         ("table['a'] = Scale(2)", "table['a'].factor"),
         ("table['a'] = Double", "table['a'].factor"),
         ("table['a'] = double", "table['a'](1)"),
+        ("table[given_pkg.Base] = Scale(2)", "table[Base].factor"),
+        ("table[0] = Scale(2)", "table[0].factor"),
         ("nested['a']['b'] = Scale(2)", "nested['a']['b'].factor"),
         ("ordered['a'] = int('2')", "ordered['a']"),
         ("ordered['a'] = Scale(2)", "ordered['a'].factor"),
@@ -103,6 +110,9 @@ def program(given: str, after_another_step: bool) -> str:
         ("registry.register('a', double)", "registry.named('a')(1)"),
         ("holders['a'].factor = int('2')", "holders['a'].factor"),
         ("holders['a'].handler = Scale(2)", "holders['a'].handler.factor"),
+        ("scaler.factor = int('2')", "scaler(1)"),
+        ("scaler.factor = Double.factor", "scaler(1)"),
+        ("table['a'] = given_pkg.scaler; given_pkg.scaler.factor = int('2')", "table['a'](1)"),
         ("Base.handler = Scale(2)", "Base.handler.factor"),
         ("Base.kind = Double", "Base.kind.factor"),
         ("Base.kind = given_pkg.Two", "Base.kind.factor"),
@@ -120,6 +130,28 @@ def test_an_edit_of_what_is_put_there_is_seen(given, read, after_another_step, i
         start(program(given, after_another_step), "given_pkg", tmp_path)
 
 
+def test_what_is_kept_there_for_another_class_is_no_dependency(install, tmp_path):
+    install("given_pkg", {"__init__.py": PACKAGE.replace("READ", "(2 + 0 * len(table))")})
+    source = """
+    import given_pkg
+
+    given_pkg.table[given_pkg.Base] = given_pkg.Holder()
+    {}
+
+    @sc.step
+    def step(x):
+        return given_pkg.scaled(x)
+    """
+    another = """
+    class Another: factor = 3
+    given_pkg.table[Another] = given_pkg.Holder()
+    given_pkg.table[Another].kind = Another
+    """
+    start(source.format(""), "given_pkg", tmp_path)
+    second = start(source.format(another), "given_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+
+
 def test_stacks_for_each_thread_that_are_empty_again(install, tmp_path):
     """As haiku has: Python notes the generic alias that made a stack, which is no state of it."""
     stacks = """
@@ -131,11 +163,13 @@ def test_stacks_for_each_thread_that_are_empty_again(install, tmp_path):
     class Local(threading.local, Generic[T]):
         def __init__(self):
             self.items = collections.deque()
+        def __call__(self, item):
+            self.items.append(item)
 
     stack = Local[int]()
 
     def scaled(x):
-        stack.items.append(2)
+        stack(2)
         return x * stack.items.pop()
     """
     install("given_pkg", {"__init__.py": stacks})
