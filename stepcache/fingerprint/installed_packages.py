@@ -37,7 +37,7 @@ from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
-_WITH_STATE = frozenset(("jax", "jaxlib", "numpy", "stepcache"))
+_WITH_STATE = frozenset((*OF_JAX, "stepcache"))
 # dm-tree: its compiled code takes containers apart, and reads and keeps nothing else.
 _PURE = frozenset(("tree",))
 _GONE = object()

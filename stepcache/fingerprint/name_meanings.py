@@ -54,13 +54,12 @@ class Meaning:
 def is_held_whole(value: Any, deepest: int = 4) -> bool:
     """Whether `Held` sees all that could change what a value means.
 
-    Not of an object whose attributes may be set, or of a container that Python does not define.
+    Not of an object whose attributes may be set, nor where a package's own is in a container.
     """
     kind = type(value)
     if kind in CONTAINERS:
         parts = [part.value for part in _parts(_Part("", value))]
-        is_deep_enough = deepest > 0 or not parts
-        return is_deep_enough and all(is_held_whole(each, deepest - 1) for each in parts)
+        return all(_is_held_within(each, deepest) for each in parts)
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
     is_function = callable(value) and not _may_have_state(value)
     if plain_text(value) is not None or is_function or _is_users(value):
@@ -69,6 +68,13 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
         return True
     # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
+
+
+def _is_held_within(value: Any, deepest: int) -> bool:
+    """As `is_held_whole` of what is in a container. Python's own objects count as unchanging."""
+    if deepest and (type(value) in CONTAINERS or origin_of(type(value)) == INSTALLED):
+        return is_held_whole(value, deepest - 1)
+    return type(value) not in CONTAINERS or not value
 
 
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:
@@ -114,6 +120,8 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
         if is_own and text is not None and text.endswith(attribute):
             texts.append(f"{attribute} {text}")
             continue
+        if text is None and type(value) in CONTAINERS and attribute.startswith("__"):
+            text = container_text(value) or type(value).__name__  # Python's own, as of a dataclass.
         if text is None:
             text = text_of(notes, f"{name}.{attribute}", value, has_state)
         if has_state and _is_of_another_module(value, cls) and text != "the user's":
@@ -170,6 +178,8 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         return value.__name__
     if (text := plain_text(value)) is not None:
         return text
+    if issubclass(kind, type):
+        return f"{kind.__qualname__} {qualified_name(value)}"
     if kind in CONTAINERS or kind is deque:
         return _container_text(notes, path, value, has_state)
     if kind in _WEAK:  # Its other attributes tell when something in it died.
@@ -276,7 +286,8 @@ def _parts(owner: _Part) -> Iterator[_Part]:
         has_order = not issubclass(kind, set | frozenset)
         for number, each in enumerate(list(value) if has_order else sorted(value, key=_name)):
             yield _Part(f"{where}[{number}]", each, is_named and has_order, in_row=True)
-    if instances.is_shown(kind) and not issubclass(kind, type | types.FunctionType):
+    is_object = origin_of(kind) == INSTALLED or kind is types.SimpleNamespace
+    if is_object and instances.is_shown(kind) and not issubclass(kind, type):
         for name, each in instances.attributes_of(value).items():
             yield _Part(f"{where}.{name}", each, is_named)
 
