@@ -139,8 +139,6 @@ class Round:
         found = self._service.listed(f"{self._name}/{topic}/from/")
         return {int(rank): found[rank] for rank in sorted(found, key=int)}
 
-    # ---- waiting ---------------------------------------------------------------------------------
-
     def _wait(self, name: str, due: Iterable[tuple[float, Callable[[], None]]] = ()) -> bytes:
         """Waits for the value of a name, in one call of the service.
 
@@ -221,9 +219,6 @@ SAME_CALLS = (
     "processes; a call of one process alone needs all its arguments on devices of its own "
     "(jax.device_put), or sc.Session() around it; Session(agree_timeout=…) waits longer"
 )
-
-
-# ---- groups of ranks -----------------------------------------------------------------------------
 
 
 def sides_of(values: Mapping[int, Hashable]) -> list[list[list[int]]]:

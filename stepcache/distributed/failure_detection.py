@@ -109,8 +109,6 @@ class Watch:
                 made = cls._made = cls(service)
             return made
 
-    # ---- called by other threads -----------------------------------------------------------------
-
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
         """Notes that this thread enters a session, and watches its movement from now on.
 
@@ -197,8 +195,6 @@ class Watch:
         """Appends an event, after those that other ranks append meanwhile."""
         while not self._events.over and self._events.append(kind, **more) is None:
             time.sleep(0.01)
-
-    # ---- the watching thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed:
@@ -305,8 +301,6 @@ class Watch:
         if error is not None and not threading.main_thread().is_alive():
             self._failure = f"ended by {first_line(error)}"
 
-    # ---- roll calls ------------------------------------------------------------------------------
-
     def _row(self) -> Row:
         movement, call = self._movement, hang_report.latest_call()
         movement.look()
@@ -364,8 +358,6 @@ class Watch:
             self._announce_loss((), text, table(rows))
         else:
             self._events.append("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
-
-    # ---- the end ---------------------------------------------------------------------------------
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.

@@ -84,8 +84,6 @@ class PodEvents:
         event = plain.pack({"kind": kind, "by": self._rank, **more})
         return number if self._service.put(f"{_EVENTS}/{number}", event) else None
 
-    # ---- processes -------------------------------------------------------------------------------
-
     def _processes(self) -> dict[int, tuple[str, int]]:
         """Returns machine and process identifier of each rank."""
         names = self._service.listed(f"{_PROCESSES}/")

@@ -227,9 +227,6 @@ def _collect_import(
         names.imports.append(Import(level, module, (), whole=True))
 
 
-# ---- modules that are not loaded ----------------------------------------------------------------
-
-
 def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...]]]:
     """The names that the imports of a module bind: level, module and attributes of each."""
     aliases: dict[str, tuple[int, str, tuple[str, ...]]] = {}
@@ -248,9 +245,6 @@ def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...
 
 
 _NAMESPACES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-
-# ---- the identity of code ---------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8192)

@@ -220,9 +220,6 @@ def _is_defined_in_jax(kind: type) -> bool:
     return str(kind.__module__).startswith(("jax.", "jaxlib."))
 
 
-# ---- what was put into JAX ----------------------------------------------------------------------
-
-
 def jax_is_whole() -> bool:
     """Whether the modules of JAX and their classes hold the functions of known packages alone."""
     for name, module in list(sys.modules.items()):

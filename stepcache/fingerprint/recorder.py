@@ -215,9 +215,6 @@ def _call(function: Any, frame: FrameType | None) -> None:
             recording.impure[f"{caller}: {why}"] = None
 
 
-# ---- the two ways to see calls ----------------------------------------------------------------
-
-
 class _Watch:
     """Watches a thread for one recording."""
 

@@ -99,8 +99,6 @@ class Trail(ABC):
             if any(may_be_used(value) for _, value in found)
         }
 
-    # ---- dependencies ---------------------------------------------------------------------------
-
     def note(self, path: str, token: str) -> None:
         """Notes a dependency. A path that stands for something else already gets a number."""
         if self.dependencies.setdefault(path, token) != token:
@@ -132,8 +130,6 @@ class Trail(ABC):
         """Says what to call an object when it is met again."""
         self.seen[id(value)] = path
         self.alive.append(value)
-
-    # ---- attributes by name --------------------------------------------------------------------
 
     def when_named(self, name: str, path: str, value: Any) -> None:
         """Notes an attribute as soon as code is found that names it."""
@@ -178,8 +174,6 @@ class Trail(ABC):
         for name in sorted(names):
             for path, value in self._waiting.pop(name):
                 self.later(functools.partial(self.value, path, value))
-
-    # ---- names ---------------------------------------------------------------------------------
 
     def distribution(self, module: str) -> None:
         """Notes the distribution that a module comes from, with its version."""

@@ -55,8 +55,6 @@ class Walk(Trail):
                 self.blame("step", f"looking at it raised {type(error).__name__}: {error}")
         return Fingerprint(self.dependencies, tuple(self.untrackable))
 
-    # ---- values --------------------------------------------------------------------------------
-
     def value(self, path: str, value: Any) -> None:
         if type(value) in ATOMS:
             self.note(path, atom(value))
@@ -96,8 +94,6 @@ class Walk(Trail):
             self.blame(path, "it is a weak reference that poses as its object")
         elif not special_kinds.note_special(self, path, value):
             classes.note_instance(self, path, value)
-
-    # ---- classes and trees ---------------------------------------------------------------------
 
     def follow_class(self, cls: type) -> str:
         known = self.seen.get(id(cls))

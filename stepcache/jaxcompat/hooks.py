@@ -31,8 +31,6 @@ if CAN_STORE:
 LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
 """Logger and message of an error in a callback, which is raised as well."""
 
-# ---- compiling, with a store in between --------------------------------------------------------
-
 Load = Callable[[bytes], Any]
 Find = Callable[[str, Load], Any]
 
@@ -233,9 +231,6 @@ REPLACED = frozenset(
 if CAN_STORE:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
-
-
-# ---- settings, caches, tracebacks --------------------------------------------------------------
 
 
 def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:

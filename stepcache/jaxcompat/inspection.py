@@ -124,9 +124,6 @@ def content_digest(array: np.ndarray) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# ---- traces -----------------------------------------------------------------------------------
-
-
 def captured_arrays(jaxpr: Any) -> list[Any]:
     """The arrays that a trace captured by closure, those of nested functions included."""
     seen: dict[int, Any] = {}
@@ -191,8 +188,6 @@ def lowering_modules() -> tuple[Any, ...]:
     """The modules of JAX that call these."""
     return mlir, pxla
 
-
-# ---- the environment --------------------------------------------------------------------------
 
 # Settings that change neither a trace nor what XLA makes of it.
 _IRRELEVANT = frozenset(

@@ -29,8 +29,6 @@ if CAN_STORE:
     from jaxlib import lapack, xla_client
 
 
-# ---- compiling, with a store in between --------------------------------------------------------
-
 Device = Any
 
 
@@ -52,9 +50,6 @@ def lowered_digest(staged: Staged) -> str:
 
 class _DigestKnown(Exception):
     """The digest of what XLA would be given is known, and that is all that was wanted."""
-
-
-# ---- executables ------------------------------------------------------------------------------
 
 
 def serialize_executable(executable: Any) -> bytes:

@@ -112,8 +112,6 @@ class Archive:
         self._contents = contents
         module_contents.learn(contents.read())
 
-    # ---- level 1: without a trace --------------------------------------------------------------
-
     @_no_matter_of_the_step("look for a program", LookupResult)
     def look_up(self, lookup: Lookup, stage: Stage | None = None) -> LookupResult:
         """Looks for a record. Reads files, imports nothing, and runs nothing of the user's.
@@ -270,14 +268,10 @@ class Archive:
                 self.disk.discard("program", digest, why)
                 return None
 
-    # ---- level 2: without compiling ------------------------------------------------------------
-
     @_no_matter_of_the_step("load a program")
     def find(self, digest: str, load: Callable[[bytes], Any], stage: Stage | None = None) -> Any:
         """The stored executable of a lowered module; None if there is none."""
         return self._read_executable(digest, load, stage)
-
-    # ---- level 3: keeping what was built -------------------------------------------------------
 
     @_no_matter_of_the_step("store a program", lambda: "it is not stored: see the log")
     def publish(self, publication: Publication) -> str:
@@ -335,8 +329,6 @@ class Archive:
         if self.remote is not None:
             self.remote.flush()
 
-    # ---- verification ------------------------------------------------------------------------
-
     def note_start(self, address: Address, record: DependencyRecord) -> bool:
         """Counts a start of a record. Returns whether it should be verified."""
         name = start_name(address, record)
@@ -356,8 +348,6 @@ class Archive:
         rows = module_contents.found()
         if rows is not None:
             self._contents.write(rows)
-
-    # ---- the run log ---------------------------------------------------------------------------
 
     @_no_matter_of_the_step("write its run log")
     def note(self, event: str, step: str, label: str, **details: Any) -> None:

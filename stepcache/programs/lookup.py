@@ -133,8 +133,6 @@ class Lookup:
         )
         return dependencies
 
-    # ---- what only a trace reveals -------------------------------------------------------------
-
     def with_used(self, used: Used) -> Fingerprint:
         """All dependencies, for a trace that used this."""
         walk, self._base_walk = self._walk(), None  # What is added now concerns this trace only.
@@ -278,9 +276,6 @@ def _label_and_root(fun: Any) -> tuple[str, str]:
     label = file_label(filename, module)
     root = "" if filename.startswith("<") else os.path.abspath(filename)[: -len(label) - 1]
     return f"{label}:{inner.__qualname__}", root
-
-
-# ---- the call ---------------------------------------------------------------------------------
 
 
 def _devices_in_order(key: Key) -> tuple[Any, ...]:

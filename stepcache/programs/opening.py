@@ -94,9 +94,6 @@ def default_verify() -> str:
     return asked
 
 
-# ---- the shared cache ---------------------------------------------------------------------------
-
-
 def asked_place(remote: str | None, directory: Any) -> Place | str | None:
     """The shared cache of a `ProgramCache`: None without one; a text for what the environment says.
 

@@ -118,8 +118,6 @@ class Checks:
             raise self._staleness("depends on what changed after it was traced", changes)
         self._accepted[request.key] = dependencies
 
-    # ---- at the next program -------------------------------------------------------------------
-
     def compare(self, cache: ProgramCache, request: Request, resolution: Resolution) -> None:
         """Warns if a program is no longer what a trace gives, where something has changed since.
 
@@ -147,8 +145,6 @@ class Checks:
             lowered = _Lowered(described, program.lowered, program.run.out_tree)
             with self._lock:
                 self._latest.append(lowered)
-
-    # ---- by a trace in the background ----------------------------------------------------------
 
     def verification(
         self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
