@@ -30,11 +30,6 @@ class RecordedTrace:
         sharing: with other processes, or None.
         examine: finds out what a recorded trace depends on.
         records: whether the trace is recorded at all.
-
-    Attributes:
-        digest: of what XLA was given; empty where JAX had compiled it before.
-        is_loaded: whether the executable was found, and not compiled.
-        lowered: what was lowered, where processes compare it.
     """
 
     def __init__(
@@ -42,14 +37,15 @@ class RecordedTrace:
         find: storing.Find,
         sharing: Sharing | None,
         examine: Callable[[Recording, jaxcompat.Staged], Traced],
-        records: bool = True,
+        records: bool,
     ):
         self._find, self._sharing, self._examine = find, sharing, examine
         self._records = records
         self._recording = Recording()
         self._examined: Future[Traced] | None = None
-        self.digest, self.is_loaded = "", False
-        self.lowered: Lowered | None = None
+        self.digest = ""  # Of what XLA was given; empty where JAX had compiled it before.
+        self.is_loaded = False  # Whether the executable was found, and not compiled.
+        self.lowered: Lowered | None = None  # Where processes compare it.
 
     def watch(
         self, own: set[CodeType] | None, token: tuple[Hashable, ...], undoing: Undoing

@@ -11,11 +11,7 @@ from stepcache.errors import first_line
 from stepcache.jaxcompat import storing
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, LookupResult
-from stepcache.programs.pods.lowered import (
-    check_lowered,
-    digest_of_lowered,
-    merge_lowered,
-)
+from stepcache.programs.pods.lowered import check_lowered, digest_of_lowered, merge_lowered
 from stepcache.programs.pods.roles import CallReport, Decision, Roles
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage import plain
