@@ -60,24 +60,15 @@ _making = threading.Lock()
 
 
 class Watch:
-    """Watches the processes of the pod. One object in each process.
-
-    Args:
-        service: JAX's coordination service.
-
-    Attributes:
-        rank: this process.
-        service: as given.
-        loss: records the loss of a process.
-        given_up: the errors of processes that have given up waiting for others, by rank.
-        rounds: lock and counter of the agreement rounds, by mesh.
-    """
+    """Watches the processes of the pod. One object in each process."""
 
     _made: Watch | None = None
 
     def __init__(self, service: Service):
         self.service, self.rank = service, jax.process_index()
+        # By rank, the errors of processes that have given up waiting for others.
         self.given_up: dict[int, str] = {}
+        # By mesh, lock and counter of the agreement rounds.
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self._announced = self._closed = self._has_failed = False
         self._events = PodEvents(service, self.rank)
@@ -147,12 +138,7 @@ class Watch:
             self._events.expect_new_neighbours()
 
     def log_everywhere(self, text: str, *, gives_up: bool = False) -> None:
-        """Makes all processes log a line.
-
-        Args:
-            text: the line.
-            gives_up: the line is an error of this process, which has given up waiting.
-        """
+        """Makes all processes log a line; an error of this one if it gives up waiting."""
         if not self.loss.known.is_set():
             self._append("log", text=text, gives_up=gives_up)
 

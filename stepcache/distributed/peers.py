@@ -30,10 +30,6 @@ class Peers:
         ranks: the processes, in order.
         watch: detects lost processes.
         agree_seconds: how long a round waits for a process that does not take part.
-
-    Attributes:
-        rank: this process.
-        ranks, agree_seconds: as given.
     """
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
@@ -68,7 +64,7 @@ class Peers:
             if self.rank == self.ranks[0] and number > 1:
                 watch.service.delete(f"{self._name}/{number - 1}/")  # All processes have left it.
 
-    def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
+    def gather(self, label: str, payload: bytes) -> dict[int, bytes]:
         """Waits for all processes; returns the contribution of each, by rank.
 
         Raises:
