@@ -58,31 +58,31 @@ def compile_through(undoing: Undoing, find: Find) -> None:
 
 
 class _Replacement(Shared):
-    """Replaces a function of a module of JAX; other threads get through to what was found.
+    """Replaces a function of a module or class of JAX; other threads get through to what was found.
 
     If ours has been replaced in turn, the replacement stays, and calls ours.
 
     Args:
-        module, name: of the function.
+        holder, name: of the function.
         over: makes the replacement over the function that is found, which it may call.
     """
 
-    def __init__(self, module: Any, name: str, over: Callable[[Callable], Callable]):
+    def __init__(self, holder: Any, name: str, over: Callable[[Callable], Callable]):
         super().__init__()
-        self._module, self._name, self._over = module, name, over
+        self._holder, self._name, self._over = holder, name, over
         self._found: Any = None
         self._ours: Any = None
 
     def _make(self, users: int) -> bool:
         if not users:
-            self._found = getattr(self._module, self._name)
+            self._found = getattr(self._holder, self._name)
             self._ours = self._over(self._found)
-            setattr(self._module, self._name, self._ours)
+            setattr(self._holder, self._name, self._ours)
         return True
 
     def _undo(self) -> None:
-        if getattr(self._module, self._name) is self._ours:
-            setattr(self._module, self._name, self._found)
+        if getattr(self._holder, self._name) is self._ours:
+            setattr(self._holder, self._name, self._found)
 
 
 def _compile_over(found: Callable) -> Callable:
@@ -118,29 +118,22 @@ def _hash_over(found: Callable) -> Callable:
     return hash_accelerator_config
 
 
+Judge = Callable[[Any, tuple, dict], bool]
+"""Says yes or no to a call, by its first argument, the other positional and the keyword ones."""
+
+
 class CallReplacement(_Replacement):
-    """Replaces a function of JAX while it is in use; nothing where JAX lacks the private names.
+    """Replaces a function of JAX: one of `WATCHED_BINDS` and its kind.
 
     Args:
-        holder, name: of the function: one of `WATCHED_BINDS` and its kind.
-        may_pause: given the first argument of a call, and the other positional and keyword ones,
-            whether the profile of a recording may pause below it.
-        may_stay: given the same of a call in a pause, whether that may go on below it. Neither is
-            watched itself.
+        holder, name: of the function.
+        may_pause: whether the profile of a recording may pause below a call.
+        may_stay: whether a pause may go on below a call. Neither is watched itself.
     """
 
-    def __init__(
-        self,
-        holder: Any,
-        name: str,
-        may_pause: Callable[[Any, tuple, dict], bool],
-        may_stay: Callable[[Any, tuple, dict], bool],
-    ):
+    def __init__(self, holder: Any, name: str, may_pause: Judge, may_stay: Judge):
         over = functools.partial(_with_pauses, may_pause=may_pause, may_stay=may_stay)
         super().__init__(holder, name, over)
-
-    def _make(self, users: int) -> bool:
-        return CAN_STORE and super()._make(users)
 
 
 def _those_of_jax(*places: tuple[Any, str]) -> tuple[tuple[Any, str], ...]:
@@ -183,11 +176,7 @@ def recording_paused() -> Iterator[None]:
             set_profile(profile)
 
 
-def _with_pauses(
-    found: Callable,
-    may_pause: Callable[[Any, tuple, dict], bool],
-    may_stay: Callable[[Any, tuple, dict], bool],
-) -> Callable:
+def _with_pauses(found: Callable, may_pause: Judge, may_stay: Judge) -> Callable:
     """A function in the place of another one; see `CallReplacement`."""
 
     @functools.wraps(found)
@@ -220,12 +209,10 @@ def _with_pauses(
     return function
 
 
-REPLACED = frozenset(
-    (
-        ("jax._src.compiler", "compile_or_get_cached"),
-        ("jax._src.cache_key", "_hash_accelerator_config"),
-    )
-)
+REPLACED = {
+    ("jax._src.compiler", "compile_or_get_cached"),
+    ("jax._src.cache_key", "_hash_accelerator_config"),
+}
 """Module and name of the functions that are replaced while a program is compiled."""
 
 if CAN_STORE:

@@ -71,18 +71,11 @@ def make_dispatcher(
 
 
 class Runnable(NamedTuple):
-    """What is needed to run a compiled program on flat arguments.
+    """What is needed to run a compiled program on flat arguments."""
 
-    Attributes:
-        executable: the `jax.stages.Compiled`; with the private API, the executable inside.
-        out_tree: the tree of the outputs.
-        const_args: arrays that the program takes before its arguments.
-        effects: the program's effects.
-    """
-
-    executable: Any
-    out_tree: Any
-    const_args: Sequence[Any] = ()
+    executable: Any  # The `jax.stages.Compiled`; with the private API, the executable inside.
+    out_tree: Any  # Of the outputs.
+    const_args: Sequence[Any] = ()  # Arrays that the program takes before its arguments.
     effects: Any = ()
 
     def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -199,8 +192,7 @@ class Staged:
 
     Attributes:
         jaxpr: the trace.
-        out_tree: the tree of the outputs.
-        out_avals: their abstract values, flat.
+        out_tree, out_avals: of the outputs, the second flat.
         lowered: after `lower`, the lowered module; for `outline`.
     """
 
