@@ -9,7 +9,6 @@ one value for each name, so that all processes read the same result, or the same
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the other
 
 Merge = Callable[[dict[int, bytes]], bytes]
 """Merges the contributions of all ranks. One process calls it, and all read what it returns."""
-
-_log = logging.getLogger("stepcache")
 
 
 class Round:

@@ -39,19 +39,13 @@ class Trail(ABC):
     Args:
         root: the directory that the step's modules are imported from; files and paths in it are
             named relative to it.
-
-    Attributes:
-        dependencies: path and token of everything found.
-        untrackable: what cannot be fingerprinted, in order.
-        codes: the user's code among what was found.
-        reader: the user's function that is being followed, if one is.
     """
 
     def __init__(self, root: str = "") -> None:
-        self.dependencies: dict[str, str] = {}
-        self.untrackable: dict[str, None] = {}
-        self.codes: set[types.CodeType] = set()
-        self.reader = ""
+        self.dependencies: dict[str, str] = {}  # Path and token of everything found.
+        self.untrackable: dict[str, None] = {}  # What cannot be fingerprinted, in order.
+        self.codes: set[types.CodeType] = set()  # The user's, among what was found.
+        self.reader = ""  # The user's function that is being followed, if one is.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
         self._reads_all = self._makes_any = False

@@ -31,15 +31,10 @@ _NODES_TOLD = 64
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a step depends on.
+    """What a step depends on."""
 
-    Attributes:
-        dependencies: path and token of everything found.
-        untrackable: what cannot be fingerprinted; if there is any, the step has no fingerprint.
-    """
-
-    dependencies: dict[str, str]
-    untrackable: tuple[str, ...]
+    dependencies: dict[str, str]  # Path and token of everything found.
+    untrackable: tuple[str, ...]  # If there is any, the step has no fingerprint.
 
 
 class Walk(Trail):
