@@ -140,11 +140,9 @@ class Row:
 
 
 def table(rows: Mapping[int, Row], silent: Mapping[int, str] | None = None) -> str:
-    """Returns where all processes are; processes at the same position share an entry.
+    """Returns where all ranks are, by their answers; those at the same position share an entry.
 
-    Args:
-        rows: the answers, by rank.
-        silent: why other ranks did not answer.
+    `silent` says why other ranks did not answer.
     """
     groups: dict[str, list[int]] = {}
     for rank, row in sorted(rows.items()):

@@ -108,9 +108,7 @@ def _was_watched(primitive: Any) -> bool:
 def jit_runs_jax_alone(first: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
     """Whether a call of a function under `jax.jit` runs no code but JAX's, and what it ran before.
 
-    Args:
-        first, arguments: of a function of JAX's, among them that under `jax.jit`, and its
-            arguments.
+    A function of JAX's is given that function and its arguments, among others.
     """
     if _thread.binds < _BINDS_BEFORE_PAUSES or not _traces_in_jax():
         return False

@@ -77,10 +77,8 @@ class Trail(ABC):
     def waiting(self, entered: Container[types.CodeType]) -> set[str]:
         """Attributes of the user's objects that no code of theirs names.
 
-        A library that used a method would have entered it, so what was not entered is left out.
-
-        Args:
-            entered: the code that a trace entered.
+        A library that used a method would have entered its code in the trace, so what was not
+        entered is left out.
         """
 
         def may_be_used(value: Any) -> bool:

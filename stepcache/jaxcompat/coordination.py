@@ -194,8 +194,7 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
 def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:
     """Replaces JAX's next shutdown of the service, which JAX calls at exit at the latest.
 
-    Args:
-        replacement: receives JAX's own function, which is restored before.
+    The replacement receives JAX's own function, which is restored before.
     """
     state = distributed.global_state
 

@@ -78,9 +78,7 @@ def devices_text(devices: Iterable[tuple[str, int]]) -> str:
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
     """A sharding or a mesh as text that is the same in every process.
 
-    Args:
-        sharding: a `Sharding` or a `Mesh`.
-        numbers: what to call each device; by default its own number.
+    `numbers` say what to call each device; by default its own number.
     """
 
     def devices_of(devices: Iterable[Any]) -> str:

@@ -79,11 +79,7 @@ class Runnable(NamedTuple):
     effects: Any = ()
 
     def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Runs the program.
-
-        Args:
-            leaves: the flat dynamic arguments.
-            args, kwargs: the dynamic arguments, for the public API.
+        """Runs the program on flat dynamic arguments; through the public API, on the others.
 
         Returns:
             The outputs, and what the C++ dispatcher needs to serve the same call by itself (None

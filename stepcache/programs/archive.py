@@ -76,13 +76,12 @@ class Archive:
     """Programs of one directory.
 
     Args:
-        disk: where entries are kept.
-        starts: where the starts of each record are counted.
-        run_log: where runs are kept.
-        contents: where is kept what the files of installed modules hold.
-        verify: "background", "before" or "off".
-        min_build_seconds: what was built faster is not kept.
-        remote: what other machines have built, or None.
+        disk: keeps the entries.
+        starts: counts the starts of each record.
+        run_log: keeps the runs.
+        contents: keeps what the files of installed modules hold.
+        verify, min_build_seconds: as for `ProgramCache`.
+        remote: what other machines have built.
     """
 
     def __init__(

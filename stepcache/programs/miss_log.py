@@ -30,13 +30,7 @@ _MAX_ADVICE = 3
 
 
 class MissLog:
-    """The builds of one step, and their cost.
-
-    Args:
-        step: the step's name.
-        making: where its code is, and how many steps of it have been made.
-        pads: what it pads.
-    """
+    """The builds of one step, and their cost."""
 
     def __init__(self, step: str, making: Making, pads: Sequence[Pad]):
         self._step, self._making, self._pads = step, making, pads

@@ -55,7 +55,7 @@ class RecordedTrace:
         Args:
             own: the code of a step that shares traces with others; None where it does not.
             token: identifies the traces that it may share.
-            undoing: what it ends with.
+            undoing: ends the recording.
         """
         recording = self._recording
 
@@ -78,11 +78,9 @@ class RecordedTrace:
             return codes is not None
 
     def compile_through(self, undoing: Undoing, staged: jaxcompat.Staged) -> None:
-        """Looks for the executable while XLA compiles, and examines the trace.
+        """Looks for the executable, and examines the trace while XLA compiles.
 
-        Args:
-            undoing: what that ends with.
-            staged: the trace.
+        That ends with `undoing`.
         """
         if self._sharing is not None:
             self.lowered = self._compared(staged, self._sharing)
