@@ -175,11 +175,7 @@ class Archive:
 
     @_no_matter_of_the_step("load a program")
     def load(
-        self,
-        record: DependencyRecord,
-        address: Address,
-        in_tree: Any,
-        stage: Stage | None = None,
+        self, record: DependencyRecord, address: Address, in_tree: Any, stage: Stage | None = None
     ) -> Runnable | None:
         """Loads the program of a record; None where that cannot be done.
 

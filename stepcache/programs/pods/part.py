@@ -69,9 +69,7 @@ class Part:
         _log.warning(text, self.round.rank, self.report.label, error)
 
     def _trace(
-        self,
-        find: storing.Find | None = None,
-        send: Callable[[Traced], None] = lambda traced: None,
+        self, find: storing.Find | None = None, send: Callable[[Traced], None] = lambda traced: None
     ) -> Resolution:
         self.call.before_trace(self.result)
         sharing = Sharing(find or self.call.find, self._compare_before_xla, send)
