@@ -27,7 +27,7 @@ _log = logging.getLogger("stepcache")
 
 
 class Loss:
-    """The loss of processes of the pod. Only the first loss is recorded; it makes `known` set."""
+    """The loss of processes of the pod. Only the first is recorded; `known` is set from then on."""
 
     def __init__(self, rank: int, service: Service, events: PodEvents):
         self._rank, self._service, self._events = rank, service, events

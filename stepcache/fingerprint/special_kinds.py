@@ -28,7 +28,6 @@ from stepcache.jaxcompat import Tracer, inspection
 
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
-_JITTED: Any = jax.jit(lambda: 0)
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
 
 
@@ -74,8 +73,8 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
             walk.when_named(name, f"{path}.{name}", getattr(value, name))
     elif (jitted := inspection.jitted_parts(value)) is not None:
         note_jitted(walk, path, jitted)
-        if kind is type(_JITTED):
-            known = {*vars(_JITTED), *getattr(jitted[0], "__dict__", ())}
+        if kind is type(inspection.PLAIN_JIT):
+            known = {*vars(inspection.PLAIN_JIT), *getattr(jitted[0], "__dict__", ())}
             _note_attributes(walk, path, value, known)
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
@@ -149,7 +148,7 @@ _SPECIAL_PACKAGES = frozenset(
 _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
-    *(jax.tree_util.PyTreeDef, type(_JITTED), functools.partial),
+    *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
     *(enum.Enum, PurePath, logging.Logger, ContextVar, _REMEMBERING),
 )
 

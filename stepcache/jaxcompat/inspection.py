@@ -31,6 +31,8 @@ if CAN_STORE:
     from jax._src import core
     from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
 
+PLAIN_JIT: Any = jax.jit(lambda: 0)
+"""A jitted function without options."""
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
 
 
@@ -38,13 +40,12 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
     if type(value).__module__.startswith("stepcache."):
         return getattr(value, "_stepcache_parts", None)  # A step of ours.
-    plain = _plain_jit()
-    if type(value) is not type(plain):  # Other objects may answer to any name.
+    if type(value) is not type(PLAIN_JIT):  # Other objects may answer to any name.
         return None
     info, function = getattr(value, "_jit_info", None), getattr(value, "__wrapped__", None)
     if info is None or function is None:
         return None
-    defaults = plain._jit_info._asdict()
+    defaults = PLAIN_JIT._jit_info._asdict()
     options = {
         name: option
         for name, option in info._asdict().items()
@@ -52,11 +53,6 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
         and (type(option), repr(option)) != (type(defaults[name]), repr(defaults[name]))
     }
     return function, options
-
-
-@functools.cache
-def _plain_jit() -> Any:
-    return jax.jit(lambda: 0)
 
 
 def pytree_functions(cls: type) -> tuple[Callable, ...]:

@@ -70,7 +70,7 @@ class LookupResult:
 
 
 class Lookup:
-    """What a call depends on before it is traced: `base`. Records are kept at its `address`."""
+    """What a call depends on before a trace (`base`), and where its records are (`address`)."""
 
     def __init__(self, spec: StepSpec, request: Request):
         self._attributes: set[str] = set()  # Those that libraries are known to read by now.
