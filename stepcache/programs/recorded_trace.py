@@ -78,10 +78,7 @@ class RecordedTrace:
             return codes is not None
 
     def compile_through(self, undoing: Undoing, staged: jaxcompat.Staged) -> None:
-        """Looks for the executable, and examines the trace while XLA compiles.
-
-        That ends with `undoing`.
-        """
+        """Looks for the executable, and examines the trace meanwhile, until `undoing` ends."""
         if self._sharing is not None:
             self.lowered = self._compared(staged, self._sharing)
 
