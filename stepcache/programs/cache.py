@@ -229,9 +229,9 @@ class ProgramCache:
                 if settled is not None and self._memory.peek(settled) is None:
                     made = {settled: dataclasses.replace(program, key=settled), key: program}
                 for each, of_key in made.items():
-                    held = self._memory.put(each, of_key, owner.number, weakref.ref(owner))
-                    evicted += held[0]
-                    doubted += held[1]
+                    gone, asked = self._memory.put(each, of_key, owner.number, weakref.ref(owner))
+                    evicted += gone
+                    doubted += asked
                 self._evictions += len(evicted)
         finally:
             building.release()  # In C: no interrupt comes before it.

@@ -59,9 +59,7 @@ class LookupResult:
     used: Used = field(default_factory=Used)  # By the trace of that build.
     # The dependencies of that trace as they were at the lookup.
     found: dict[str, str] = field(default_factory=dict)
-    remote: str = (
-        ""  # The URL of the shared cache that the record is in; empty where it is on disk.
-    )
+    remote: str = ""  # URL of the shared cache that has the record; empty where it is on disk.
 
     @property
     def is_never_stored(self) -> bool:

@@ -34,7 +34,7 @@ class Dependencies:
 
     # Leaves, shardings, statics, options, settings and flags: the same on all processes.
     call: dict[str, str]
-    # Code, closures and globals. If these differ, the lowered programs are compared.
+    # Code, closures and globals. If they differ, each traces, and lowered programs are compared.
     code: dict[str, str]
 
     @classmethod
@@ -101,7 +101,7 @@ class CallReport:
 class Roles:
     """Who does what for a new program, on the hosts of one kind."""
 
-    # The rank that sends the program to the others: the lowest that has it on disk, or the lowest.
+    # Sends the program to the others: the lowest rank that has it on disk, or else the lowest.
     leader: int
     builds: bool  # Whether the leader has to build it.
     code: str  # Digest of the leader's dependencies.
