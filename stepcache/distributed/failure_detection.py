@@ -74,8 +74,10 @@ class Watch:
         self._events = PodEvents(service, self.rank)
         self.loss = Loss(self.rank, service, self._events)
         self._movement = Movement(threading.main_thread().ident or 0)
+        # Replaced, not changed: the watching thread reads them while others enter and leave.
         self._sessions: dict[str, list] = {}  # As in `Row`.
         self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
+        self._entering = threading.Lock()
         self._left_at = time.monotonic()
         self._failure = ""  # The error by which this process is about to end.
         self._ended = ""
@@ -110,16 +112,21 @@ class Watch:
             on_hang: whether a longer wait is logged, or an error of all processes.
         """
         self._movement = Movement(threading.get_ident())
-        number, _ = self._sessions.pop(mesh, (0, ""))
-        self._sessions[mesh] = [number + 1, ""]
-        self._inside.append((mesh, ranks, hang_seconds, on_hang))
+        with self._entering:
+            others = dict(self._sessions)
+            number, _ = others.pop(mesh, (0, ""))
+            self._sessions = others | {mesh: [number + 1, ""]}
+            self._inside = [*self._inside, (mesh, ranks, hang_seconds, on_hang)]
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """Notes that the thread leaves the session, with an error or without."""
-        for entered in reversed(self._inside):
-            if entered[0] == mesh:
-                self._inside.remove(entered)
-                break
+        with self._entering:
+            inside = self._inside.copy()
+            for entered in reversed(inside):
+                if entered[0] == mesh:
+                    inside.remove(entered)
+                    break
+            self._inside = inside
         if mesh in self._sessions and all(name != mesh for name, *_ in self._inside):
             how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
             self._sessions[mesh][1] = f"left its session{how}"
@@ -255,9 +262,10 @@ class Watch:
         may_ask = time.monotonic() > self._others_ask_until
         if max(still, agreeing) > _LOOK_SECONDS and may_ask and self._events.ended_neighbours():
             self._inquire(ENDED)
-        if not self._inside or time.monotonic() < self._ask_after:
+        inside = self._inside
+        if not inside or time.monotonic() < self._ask_after:
             return
-        mesh, _, hang_seconds, on_hang = self._inside[-1]
+        mesh, _, hang_seconds, on_hang = inside[-1]
         waits = still > _STILL_SECONDS and movement.waits_for_device
         left = (mesh, self._sessions[mesh][0]) in self._heard_left
         if (self._someone_ended and (waits or agreeing > _STILL_SECONDS)) or (left and waits):
@@ -318,7 +326,8 @@ class Watch:
 
     def _outside(self, rows: dict[int, Row], of_transport: bool) -> dict[int, str]:
         """Returns how other ranks left the session that this process is in, by rank."""
-        mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
+        inside = self._inside
+        mesh, ranks, *_ = inside[-1] if inside else ("", rows)
         number = self._sessions[mesh][0] if mesh else 0
         # A local computation may take long: then no other rank is waited for.
         pending = set() if of_transport else pending_ranks()
