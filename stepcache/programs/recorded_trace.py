@@ -5,6 +5,7 @@ While XLA compiles, Python is free: another thread finds out then what the trace
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from types import CodeType
@@ -119,9 +120,7 @@ class RecordedTrace:
             found = examined.result() if examined else self._examine(self._recording, staged)
             return found.dependencies
 
-        def sources(line: int) -> list[tuple[str, int]]:
-            return jaxcompat.sources_of(staged.lowered, line)
-
+        sources = functools.partial(jaxcompat.sources_of, staged.lowered)
         lowered = Lowered(jaxcompat.outline(staged.lowered), dependencies, sources)
         sharing.compare(lowered)
         return lowered
