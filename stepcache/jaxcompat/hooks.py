@@ -58,31 +58,31 @@ def compile_through(undoing: Undoing, find: Find) -> None:
 
 
 class _Replacement(Shared):
-    """Replaces a function of a module or class of JAX; other threads get through to what was found.
+    """Replaces a function of a module of JAX; other threads get through to what was found.
 
     If ours has been replaced in turn, the replacement stays, and calls ours.
 
     Args:
-        holder, name: of the function.
+        module, name: of the function.
         over: makes the replacement over the function that is found, which it may call.
     """
 
-    def __init__(self, holder: Any, name: str, over: Callable[[Callable], Callable]):
+    def __init__(self, module: Any, name: str, over: Callable[[Callable], Callable]):
         super().__init__()
-        self._holder, self._name, self._over = holder, name, over
+        self._module, self._name, self._over = module, name, over
         self._found: Any = None
         self._ours: Any = None
 
     def _make(self, users: int) -> bool:
         if not users:
-            self._found = getattr(self._holder, self._name)
+            self._found = getattr(self._module, self._name)
             self._ours = self._over(self._found)
-            setattr(self._holder, self._name, self._ours)
+            setattr(self._module, self._name, self._ours)
         return True
 
     def _undo(self) -> None:
-        if getattr(self._holder, self._name) is self._ours:
-            setattr(self._holder, self._name, self._found)
+        if getattr(self._module, self._name) is self._ours:
+            setattr(self._module, self._name, self._found)
 
 
 def _compile_over(found: Callable) -> Callable:
