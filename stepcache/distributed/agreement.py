@@ -9,7 +9,6 @@ one value for each name, so that all processes read the same result, or the same
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the other
 Merge = Callable[[dict[int, bytes]], bytes]
 """Merges the contributions of all ranks. One process calls it, and all read what it returns."""
 
-_log = logging.getLogger("stepcache")
-
 
 class Round:
     """One agreement round. `Peers.round` makes it.
@@ -47,11 +44,6 @@ class Round:
         reason: why this process needs the agreement, in one line; may be empty.
         timeout_seconds: how long the first exchange waits for processes that do not take part.
             Later exchanges wait for as long as all processes live.
-
-    Attributes:
-        rank: this process.
-        ranks: as given.
-        channel: sends bytes from one process of the round to others.
     """
 
     def __init__(
@@ -63,13 +55,13 @@ class Round:
         reason: str,
         timeout_seconds: float,
     ):
-        self.rank, self.ranks = watch.rank, ranks
-        self.channel = Channel(name, watch, self._wait)
+        self.rank, self.ranks = watch.rank, ranks  # The first: this process.
+        self.channel = Channel(name, watch, self._wait)  # From one process to others.
         self._name, self._watch, self._service = name, watch, watch.service
         self._label, self._reason = label, reason
         self._timeout_seconds, self._bound_seconds = timeout_seconds, timeout_seconds
 
-    def gather(self, topic: str, payload: bytes = b"") -> dict[int, bytes]:
+    def gather(self, topic: str, payload: bytes) -> dict[int, bytes]:
         """Returns what every process contributes, by rank. Equal contributions travel once."""
         groups = plain.unpack(self.merge(topic, payload, _grouped))
         return {rank: each for each, spans in groups for rank in ranks_in(spans)}
@@ -94,7 +86,7 @@ class Round:
         Args:
             topic: names the exchange; the same on all processes, used once in a round.
             payload: the contribution of this process.
-            merge: merges the contributions.
+            merge: see `Merge`.
 
         Raises:
             AgreementError: a process did not take part in time.
@@ -139,14 +131,10 @@ class Round:
         found = self._service.listed(f"{self._name}/{topic}/from/")
         return {int(rank): found[rank] for rank in sorted(found, key=int)}
 
-    # ---- waiting ---------------------------------------------------------------------------------
-
     def _wait(self, name: str, due: Iterable[tuple[float, Callable[[], None]]] = ()) -> bytes:
         """Waits for the value of a name, in one call of the service.
 
-        Args:
-            name: the name.
-            due: seconds, and functions to call if that time passes without a value.
+        Calls the functions that are `due` after some seconds if that time passes without a value.
         """
         pending = sorted(due, key=lambda each: each[0])
         started = time.monotonic()
@@ -221,9 +209,6 @@ SAME_CALLS = (
     "processes; a call of one process alone needs all its arguments on devices of its own "
     "(jax.device_put), or sc.Session() around it; Session(agree_timeout=…) waits longer"
 )
-
-
-# ---- groups of ranks -----------------------------------------------------------------------------
 
 
 def sides_of(values: Mapping[int, Hashable]) -> list[list[list[int]]]:

@@ -75,7 +75,7 @@ class Channel:
         """Starts a relay; returns what receivers need to use it, or None if it cannot start."""
         token = secrets.token_bytes(32)
         try:
-            relay = Relay(own_host(coordinator_address()), token, data, complete=True)
+            relay = Relay(own_host(coordinator_address()), token, data)
         except OSError as error:
             _log.info("a program is sent through the coordination service: %s", error)
             return None
@@ -104,7 +104,7 @@ class Channel:
 
     def _by_relay(self, places: str, number: int, source: dict[str, Any]) -> bytes:
         data, address = bytearray(source["size_bytes"]), source["address"]
-        relay = Relay(own_host(coordinator_address()), source["token"], data, complete=False)
+        relay = Relay(own_host(coordinator_address()), source["token"], data)
         self._relays.append(relay)
         self._service.put(f"{places}/{number}", plain.pack(list(relay.address)))
         if parent := parent_of(number):

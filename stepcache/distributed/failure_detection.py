@@ -60,31 +60,24 @@ _making = threading.Lock()
 
 
 class Watch:
-    """Watches the processes of the pod. One object in each process.
-
-    Args:
-        service: JAX's coordination service.
-
-    Attributes:
-        rank: this process.
-        service: as given.
-        loss: records the loss of a process.
-        given_up: the errors of processes that have given up waiting for others, by rank.
-        rounds: lock and counter of the agreement rounds, by mesh.
-    """
+    """Watches the processes of the pod. One object in each process."""
 
     _made: Watch | None = None
 
     def __init__(self, service: Service):
         self.service, self.rank = service, jax.process_index()
+        # By rank, the errors of processes that have given up waiting for others.
         self.given_up: dict[int, str] = {}
+        # By mesh, lock and counter of the agreement rounds.
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self._announced = self._closed = self._has_failed = False
         self._events = PodEvents(service, self.rank)
         self.loss = Loss(self.rank, service, self._events)
         self._movement = Movement(threading.main_thread().ident or 0)
+        # Replaced, not changed: the watching thread reads them while others enter and leave.
         self._sessions: dict[str, list] = {}  # As in `Row`.
         self._inside: list[tuple[str, Sequence[int], float, OnHang]] = []
+        self._entering = threading.Lock()
         self._left_at = time.monotonic()
         self._failure = ""  # The error by which this process is about to end.
         self._ended = ""
@@ -109,8 +102,6 @@ class Watch:
                 made = cls._made = cls(service)
             return made
 
-    # ---- called by other threads -----------------------------------------------------------------
-
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float, on_hang: OnHang) -> None:
         """Notes that this thread enters a session, and watches its movement from now on.
 
@@ -121,16 +112,21 @@ class Watch:
             on_hang: whether a longer wait is logged, or an error of all processes.
         """
         self._movement = Movement(threading.get_ident())
-        number, _ = self._sessions.pop(mesh, (0, ""))
-        self._sessions[mesh] = [number + 1, ""]
-        self._inside.append((mesh, ranks, hang_seconds, on_hang))
+        with self._entering:
+            others = dict(self._sessions)
+            number, _ = others.pop(mesh, (0, ""))
+            self._sessions = others | {mesh: [number + 1, ""]}
+            self._inside = [*self._inside, (mesh, ranks, hang_seconds, on_hang)]
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """Notes that the thread leaves the session, with an error or without."""
-        for entered in reversed(self._inside):
-            if entered[0] == mesh:
-                self._inside.remove(entered)
-                break
+        with self._entering:
+            inside = self._inside.copy()
+            for entered in reversed(inside):
+                if entered[0] == mesh:
+                    inside.remove(entered)
+                    break
+            self._inside = inside
         if mesh in self._sessions and all(name != mesh for name, *_ in self._inside):
             how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
             self._sessions[mesh][1] = f"left its session{how}"
@@ -149,12 +145,7 @@ class Watch:
             self._events.expect_new_neighbours()
 
     def log_everywhere(self, text: str, *, gives_up: bool = False) -> None:
-        """Makes all processes log a line.
-
-        Args:
-            text: the line.
-            gives_up: the line is an error of this process, which has given up waiting.
-        """
+        """Makes all processes log a line; an error of this one if it gives up waiting."""
         if not self.loss.known.is_set():
             self._append("log", text=text, gives_up=gives_up)
 
@@ -197,8 +188,6 @@ class Watch:
         """Appends an event, after those that other ranks append meanwhile."""
         while not self._events.over and self._events.append(kind, **more) is None:
             time.sleep(0.01)
-
-    # ---- the watching thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed:
@@ -273,9 +262,10 @@ class Watch:
         may_ask = time.monotonic() > self._others_ask_until
         if max(still, agreeing) > _LOOK_SECONDS and may_ask and self._events.ended_neighbours():
             self._inquire(ENDED)
-        if not self._inside or time.monotonic() < self._ask_after:
+        inside = self._inside
+        if not inside or time.monotonic() < self._ask_after:
             return
-        mesh, _, hang_seconds, on_hang = self._inside[-1]
+        mesh, _, hang_seconds, on_hang = inside[-1]
         waits = still > _STILL_SECONDS and movement.waits_for_device
         left = (mesh, self._sessions[mesh][0]) in self._heard_left
         if (self._someone_ended and (waits or agreeing > _STILL_SECONDS)) or (left and waits):
@@ -304,8 +294,6 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if error is not None and not threading.main_thread().is_alive():
             self._failure = f"ended by {first_line(error)}"
-
-    # ---- roll calls ------------------------------------------------------------------------------
 
     def _row(self) -> Row:
         movement, call = self._movement, hang_report.latest_call()
@@ -338,7 +326,8 @@ class Watch:
 
     def _outside(self, rows: dict[int, Row], of_transport: bool) -> dict[int, str]:
         """Returns how other ranks left the session that this process is in, by rank."""
-        mesh, ranks, *_ = self._inside[-1] if self._inside else ("", rows)
+        inside = self._inside
+        mesh, ranks, *_ = inside[-1] if inside else ("", rows)
         number = self._sessions[mesh][0] if mesh else 0
         # A local computation may take long: then no other rank is waited for.
         pending = set() if of_transport else pending_ranks()
@@ -364,8 +353,6 @@ class Watch:
             self._announce_loss((), text, table(rows))
         else:
             self._events.append("hang", text=f"{text} in rank {self.rank}. {table(rows)}")
-
-    # ---- the end ---------------------------------------------------------------------------------
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.

@@ -90,11 +90,10 @@ def _maker(
     device gets which slice of the part.
 
     Args:
-        sharding: of the arrays.
+        sharding, committed: of the arrays.
         shape: of the whole.
         part_shape: of this process's part.
         dtype: of both.
-        committed: whether the arrays are committed to their devices.
     """
     make = jaxcompat.maker_of_arrays(sharding, shape, dtype, committed=committed)
     indices: Any = list(sharding.addressable_devices_indices_map(shape).values())

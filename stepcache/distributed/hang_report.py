@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -32,17 +32,11 @@ _OTHER_WAITS = frozenset(
 
 @dataclass(eq=False)
 class CallCount:
-    """Counts the calls of one step that Python sees.
-
-    Attributes:
-        step: its name.
-        calls: how many calls Python has seen.
-        is_whole: whether those are all of them.
-    """
+    """Counts the calls of one step that Python sees."""
 
     step: str
     calls: int = 0
-    is_whole: bool = True
+    is_whole: bool = True  # Whether Python sees all of them.
 
     def add_one(self) -> None:
         global _latest
@@ -66,18 +60,12 @@ class Movement:
 
     A waiting thread uses no CPU time; a training loop uses some, even if it is always seen on the
     same line.
-
-    Args:
-        thread: its identifier.
-
-    Attributes:
-        thread: as given.
-        where: file, line, expression and function of the user's code, at the last look.
-        waits_for_device: whether it seemed to wait for a device at the last look.
     """
 
     def __init__(self, thread: int):
-        self.thread, self.where, self.waits_for_device = thread, "", False
+        self.thread = thread  # Its identifier.
+        self.where = ""  # File, line, expression and function of the user's code.
+        self.waits_for_device = False  # Whether it seemed to, at the last look.
         self._seen: Any = None
         self._cpu_seconds = 0.0
         self._since = time.monotonic()
@@ -129,25 +117,14 @@ def _expression(frame: FrameType) -> str:
 
 @dataclass
 class Row:
-    """The answer of one process to a roll call.
+    """The answer of one process to a roll call."""
 
-    Attributes:
-        where: position of its thread, as in `Movement`.
-        still_seconds: how long the thread has not moved.
-        call: the latest call of a step, "call 12 of train"; empty if unknown.
-        ended: how the process ended; empty while it runs.
-        sessions: by mesh, the number of the last session and how it was left; empty while it is
-            entered.
-    """
-
-    where: str = ""
-    still_seconds: float = 0.0
-    call: str = ""
-    ended: str = ""
+    where: str = ""  # Position of its thread, as in `Movement`.
+    still_seconds: float = 0.0  # How long the thread has not moved.
+    call: str = ""  # The latest call of a step, "call 12 of train"; empty if unknown.
+    ended: str = ""  # How the process ended; empty while it runs.
+    # By mesh, the number of the last session and how it was left; empty while it is entered.
     sessions: dict[str, list] = field(default_factory=dict)
-
-    def packed(self) -> dict:
-        return asdict(self)
 
     def how_left(self, mesh: str, number: int) -> str:
         """Returns how the process ended or left a session; empty while it is in it."""
@@ -163,11 +140,9 @@ class Row:
 
 
 def table(rows: Mapping[int, Row], silent: Mapping[int, str] | None = None) -> str:
-    """Returns where all processes are; processes at the same position share an entry.
+    """Returns where all ranks are, by their answers; those at the same position share an entry.
 
-    Args:
-        rows: the answers, by rank.
-        silent: why other ranks did not answer.
+    `silent` says why other ranks did not answer.
     """
     groups: dict[str, list[int]] = {}
     for rank, row in sorted(rows.items()):

@@ -141,8 +141,6 @@ def launch(
     return run.verdict()
 
 
-# ---- the environment of a rank -----------------------------------------------------------------
-
 # Variables by which a job around the launcher describes its own ranks and nodes.
 _FOREIGN = re.compile(
     r"(OMPI|PMIX?|PRTE|MPI)_|JAX_(COORDINATOR_PORT|PARTITION_INDEX|SLICE_INDEX)$|SLURM_(JOB_)?"
@@ -189,9 +187,6 @@ def _free_port(asked: int | None) -> int:
             what = f"Port {asked} cannot be used for the coordinator: {error.strerror}"
             raise StepCacheError(what, hint="leave --port out, to use any free port") from error
         return probe.getsockname()[1]
-
-
-# ---- the processes ------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):

@@ -27,16 +27,7 @@ _log = logging.getLogger("stepcache")
 
 
 class Loss:
-    """The loss of processes of the pod. Only the first loss is recorded.
-
-    Args:
-        rank: this process.
-        service: JAX's coordination service.
-        events: events of the pod.
-
-    Attributes:
-        known: set once a process is lost.
-    """
+    """The loss of processes of the pod. Only the first is recorded; `known` is set from then on."""
 
     def __init__(self, rank: int, service: Service, events: PodEvents):
         self._rank, self._service, self._events = rank, service, events

@@ -20,8 +20,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 class Output:
     """Copies the streams of ranks, in a thread for each, and keeps the last lines of their errors.
 
-    Args:
-        on_closed: called when nobody reads the launcher's own output any more.
+    Calls `on_closed` when nobody reads the launcher's own output any more.
     """
 
     def __init__(self, on_closed: Callable[[], None]):

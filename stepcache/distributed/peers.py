@@ -24,20 +24,11 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The processes of a mesh: makes agreement rounds, and raises if one of them is lost.
-
-    Args:
-        ranks: the processes, in order.
-        watch: detects lost processes.
-        agree_seconds: how long a round waits for a process that does not take part.
-
-    Attributes:
-        rank: this process.
-        ranks, agree_seconds: as given.
-    """
+    """The processes of a mesh: makes agreement rounds, and raises if one of them is lost."""
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
-        self.rank, self.ranks, self.agree_seconds = watch.rank, ranks, agree_seconds
+        self.rank, self.ranks = watch.rank, ranks  # This process, and all in order.
+        self.agree_seconds = agree_seconds  # How long a round waits for one that is missing.
         self._watch, self._name = watch, _name_of(ranks)
         # All sessions over the same processes count their rounds together.
         new = threading.Lock(), itertools.count(1)
@@ -68,7 +59,7 @@ class Peers:
             if self.rank == self.ranks[0] and number > 1:
                 watch.service.delete(f"{self._name}/{number - 1}/")  # All processes have left it.
 
-    def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
+    def gather(self, label: str, payload: bytes) -> dict[int, bytes]:
         """Waits for all processes; returns the contribution of each, by rank.
 
         Raises:
@@ -132,7 +123,7 @@ def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peer
 
     Args:
         ranks: the processes, in order.
-        agree_seconds: how long to wait for one that does not take part in an agreement round.
+        agree_seconds: how long an agreement round waits for one that does not take part.
 
     Raises:
         RankLostError: the coordination service, which runs in rank 0, does not answer.

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,6 @@ class PodEvents:
     A daemon thread waits for the next event in a single call of the service, so that a quiet pod
     makes no calls.
 
-    Args:
-        service: JAX's coordination service.
-        rank: this process.
-
-    Attributes:
-        inbox: receives (number, event) of each event, and ("unreachable", "") at the end.
-        thread: the thread that waits.
-        over: whether a loss has been announced; later events are not read.
-
     Raises:
         Unreachable: the service does not answer.
     """
@@ -50,8 +42,9 @@ class PodEvents:
     def __init__(self, service: Service, rank: int):
         self._listening, self._rank = service, rank
         self._service = LimitedService(service, 2 * ANSWER_SECONDS)
+        # Receives (number, event) of each event, and ("unreachable", "") at the end.
         self.inbox: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self.over = False
+        self.over = False  # Whether a loss has been announced; later events are not read.
         self._received = self._handled = 0  # Numbers of the next events.
         self._machine = _machine()
         self._neighbours: dict[int, int] = {}
@@ -84,8 +77,6 @@ class PodEvents:
         event = plain.pack({"kind": kind, "by": self._rank, **more})
         return number if self._service.put(f"{_EVENTS}/{number}", event) else None
 
-    # ---- processes -------------------------------------------------------------------------------
-
     def _processes(self) -> dict[int, tuple[str, int]]:
         """Returns machine and process identifier of each rank."""
         names = self._service.listed(f"{_PROCESSES}/")
@@ -106,16 +97,14 @@ class PodEvents:
 
     def answer(self, number: int, row: Row) -> None:
         """Answers the roll call of an event."""
-        self._service.put(f"{_ROLL}/{number}/{self._rank}", plain.pack(row.packed()))
+        self._service.put(f"{_ROLL}/{number}/{self._rank}", plain.pack(asdict(row)))
 
     def call_roll(self, row: Row) -> tuple[dict[int, Row], dict[int, str]] | None:
-        """Asks all ranks where they are; returns None if another event is to be handled first.
-
-        Args:
-            row: where this process is.
+        """Asks all ranks where they are, as `row` says of this one.
 
         Returns:
-            The answers, by rank, and why other ranks did not answer.
+            The answers, by rank, and why other ranks did not answer; None if another event is to be
+            handled first.
         """
         if (number := self.append("roll")) is None:
             return None

@@ -34,19 +34,14 @@ class Relay:
         host: address of this machine for the receivers.
         token: authenticates the receivers.
         data: the data, or a buffer that `fetch` fills.
-        complete: whether `data` is complete already.
-
-    Attributes:
-        address: host and port.
-        data: as given.
 
     Raises:
         OSError: this process cannot listen at the address.
     """
 
-    def __init__(self, host: str, token: bytes, data: bytes | bytearray, *, complete: bool):
+    def __init__(self, host: str, token: bytes, data: bytes | bytearray):
         self._token, self.data = token, data
-        self._there = len(data) if complete else 0
+        self._there = 0 if isinstance(data, bytearray) else len(data)  # Bytes that have arrived.
         self._closed = False
         self._moved = threading.Condition()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,10 +82,10 @@ class Relay:
                 sent += len(chunk)
 
     def fetch(self, address: tuple[str, int], check: Callable[[], None]) -> None:
-        """Receives the data from another relay.
+        """Receives the data from the relay at an address.
 
         Args:
-            address: of that relay.
+            address: host and port.
             check: raises if the data cannot arrive any more.
 
         Raises:
@@ -123,9 +118,6 @@ class Relay:
 
 def own_host(coordinator: tuple[str, int]) -> str:
     """Returns the address of this machine on the route to the coordinator. Sends nothing.
-
-    Args:
-        coordinator: host and port.
 
     Raises:
         OSError: there is no route.

@@ -236,9 +236,7 @@ def _shown(lines: list[str]) -> str:
     return "\n  ".join([*lines[:_MAX_LINES], *rest])
 
 
-def _checksums(
-    leaves: Iterable[Part],
-) -> list[Part]:
+def _checksums(leaves: Iterable[Part]) -> list[Part]:
     """Replaces large leaves on a mesh by arrays of checksums, one of each device's shard."""
     found: dict[int, Part] = {}
     for path, value, part in leaves:

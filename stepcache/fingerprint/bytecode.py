@@ -48,61 +48,43 @@ _LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One chain of names that code reads: `config.optimizer.rate`.
+    """One chain of names that code reads: `config.optimizer.rate`."""
 
-    Attributes:
-        kind: "global" or "captured".
-        name: the variable.
-        attributes: the attributes read from it, in order.
-    """
-
-    kind: str
-    name: str
-    attributes: tuple[str, ...]
+    kind: str  # "global" or "captured".
+    name: str  # The variable.
+    attributes: tuple[str, ...]  # Read from it, in order.
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """An import statement inside a function.
+    """An import statement inside a function."""
 
-    Attributes:
-        level: 0 for an absolute one, else the dots before the name.
-        module: the name as written.
-        names: of `from module import names`; empty for `import module`.
-        attributes: chains read from the module that `import module` bound.
-        whole: the module may be used in other ways than by an attribute.
-    """
-
-    level: int
-    module: str
-    names: tuple[str, ...]
+    level: int  # 0 for an absolute one, else the dots before the name.
+    module: str  # The name as written.
+    names: tuple[str, ...]  # Of `from module import names`; empty for `import module`.
+    # Chains read from the module that `import module` bound.
     attributes: tuple[tuple[str, ...], ...] = ()
-    whole: bool = False
+    whole: bool = False  # The module may be used in other ways than by an attribute.
 
 
 @dataclass(slots=True)
 class Names:
-    """What one code object reads, those nested in it included.
+    """What one code object reads, those nested in it included."""
 
-    Attributes:
-        reads: chains that start at a global or at a captured variable.
-        imports: its import statements.
-        attributes: every attribute name and every string constant: what it may read of an object.
-        accessed: those among them that are more than the name of an argument in a call.
-        loads: the attribute names among them that it reads of anything.
-        is_dynamic: it may read attributes beyond those.
-        codes: the code objects covered.
-    """
-
+    # Chains that start at a global or at a captured variable.
     reads: dict[Read, None] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
+    # Every attribute name and every string constant: what it may read of an object.
     attributes: set[str] = field(default_factory=set)
+    # Those among them that are more than the name of an argument in a call.
     accessed: set[str] = field(default_factory=set)
+    # The attribute names among them that it reads of anything.
     loads: set[str] = field(default_factory=set)
-    codes: list[CodeType] = field(default_factory=list)
+    codes: list[CodeType] = field(default_factory=list)  # The code objects covered.
 
     @property
     def is_dynamic(self) -> bool:
+        """Whether it may read attributes beyond those."""
         return not self.accessed.isdisjoint(DYNAMIC_ACCESS)
 
 
@@ -227,9 +209,6 @@ def _collect_import(
         names.imports.append(Import(level, module, (), whole=True))
 
 
-# ---- modules that are not loaded ----------------------------------------------------------------
-
-
 def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...]]]:
     """The names that the imports of a module bind: level, module and attributes of each."""
     aliases: dict[str, tuple[int, str, tuple[str, ...]]] = {}
@@ -248,9 +227,6 @@ def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...
 
 
 _NAMESPACES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-
-# ---- the identity of code ---------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8192)

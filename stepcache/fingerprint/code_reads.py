@@ -15,21 +15,13 @@ from stepcache.fingerprint.provenance import INSTALLED, origin_of, origin_of_fil
 
 
 class Reads(NamedTuple):
-    """What some code objects of installed modules read, together.
+    """What some code objects of installed modules read, together."""
 
-    Attributes:
-        modules: those that the code comes from.
-        names: what it reads of these and of others, by module, with spaces between.
-        attributes: all names and strings in it: what it may read of any object.
-        asked_for: those that it may ask of objects which do not have them.
-        by_code: what each of them reads.
-    """
-
-    modules: list[str]
-    names: dict[str, str]
-    attributes: frozenset[str]
-    asked_for: frozenset[str]
-    by_code: tuple[_Read, ...]
+    modules: list[str]  # Those that the code comes from.
+    names: dict[str, str]  # What it reads of these and of others, by module, with spaces between.
+    attributes: frozenset[str]  # All names and strings in it: what it may read of any object.
+    asked_for: frozenset[str]  # Those that it may ask of objects which do not have them.
+    by_code: tuple[_Read, ...]  # What each of them reads.
 
     def of_others(self, names: Iterable[str]) -> set[str]:
         """Those among some names that code may read of an object of the user's."""
@@ -112,9 +104,7 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
         _add_names(found, module, vars(sys.modules[module]), code.co_names, 3)
         found[module] &= vars(sys.modules[module]).keys()
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
-    if (
-        module is not None and module.partition(".")[0] == "stepcache"
-    ):  # It asks no object of the user's.
+    if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
     return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
@@ -143,8 +133,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     is_method = is_method and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
     for instruction in dis.get_instructions(code):
-        operation = instruction.opname
-        argument = instruction.argval
+        operation, argument = instruction.opname, instruction.argval
         if operation in TRANSPARENT:
             continue
         written = argument if isinstance(argument, tuple) else (argument,)  # Two in one.

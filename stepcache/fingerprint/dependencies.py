@@ -90,9 +90,8 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
 
 def _is_of_another_class(change: Change) -> bool:
     """Whether an object is in the place of one of another class: so are its attributes."""
-    return (
-        change.part != "code" and change.before.startswith("a ") and change.after.startswith("a ")
-    )
+    both = (change.before, change.after)
+    return change.part != "code" and all(token.startswith("a ") for token in both)
 
 
 def _is_special(path: str) -> bool:

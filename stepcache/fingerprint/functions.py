@@ -123,9 +123,6 @@ def _note_captured(
 _COUNTS_TRACES = "/chex/_src/asserts.py"
 
 
-# ---- names -------------------------------------------------------------------------------------
-
-
 def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: Read) -> None:
     space = function.__globals__
     if not walk.first_time((id(space), read)):
@@ -232,9 +229,6 @@ def note_library_object(walk: Trail, path: str, value: Any) -> None:
         walk.once(path, f"{type(value).__name__} {qualified_name(value)}")
     else:
         walk.value(path, value)
-
-
-# ---- imports -----------------------------------------------------------------------------------
 
 
 def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> None:

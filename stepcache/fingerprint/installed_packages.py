@@ -217,16 +217,12 @@ def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
 
     Of packages without state, what a class means may vary unnoticed.
     """
-    if not has_state:
-        return _new_meaning_of_class(cls, has_state)
-    if id(cls) not in _classes:  # `jnp.int64` and `np.int64` are equal.
-        _classes[id(cls)] = (cls, _new_meaning_of_class(cls, has_state))
-    return _classes[id(cls)][1]
-
-
-def _new_meaning_of_class(cls: type, has_state: bool) -> Meaning:
+    if has_state and id(cls) in _classes:  # `jnp.int64` and `np.int64` are equal.
+        return _classes[id(cls)][1]
     meaning = Meaning()
     meaning.text = class_text(meaning, cls, has_state)
+    if has_state:
+        _classes[id(cls)] = (cls, meaning)
     return meaning
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from stepcache.fingerprint.held import is_immutable
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of
 
-_MISSING = object()
 SLOT_TYPES = (types.GetSetDescriptorType, types.MemberDescriptorType)
 DESCRIPTORS = (
     *SLOT_TYPES,

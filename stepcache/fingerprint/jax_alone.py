@@ -108,9 +108,7 @@ def _was_watched(primitive: Any) -> bool:
 def jit_runs_jax_alone(first: Any, arguments: tuple, parameters: dict[str, Any]) -> bool:
     """Whether a call of a function under `jax.jit` runs no code but JAX's, and what it ran before.
 
-    Args:
-        first, arguments: of a function of JAX's, among them that under `jax.jit`, and its
-            arguments.
+    A function of JAX's is given that function and its arguments, among others.
     """
     if _thread.binds < _BINDS_BEFORE_PAUSES or not _traces_in_jax():
         return False
@@ -218,9 +216,6 @@ def _is_plain(kind: type) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_defined_in_jax(kind: type) -> bool:
     return str(kind.__module__).startswith(("jax.", "jaxlib."))
-
-
-# ---- what was put into JAX ----------------------------------------------------------------------
 
 
 def jax_is_whole() -> bool:

@@ -6,85 +6,61 @@ which the functions are known: `time.time`, `os.listdir`.
 
 from __future__ import annotations
 
-_MODULES = {
-    "time": "the clock",
-    "random": "random numbers",
-    "_random": "random numbers",
-    "secrets": "random numbers",
-    "uuid": "random numbers",
-    "numpy.random": "random numbers",
-    "socket": "the network",
-    "_socket": "the network",
-    "urllib.request": "the network",
-    "http.client": "the network",
-    "requests": "the network",
-    "subprocess": "another process",
-    "_posixsubprocess": "another process",
-    "multiprocessing": "another process",
-    "platform": "the machine",
-    "getpass": "the machine",
-    "locale": "the locale of the process",
-    "signal": "the process",
-    "linecache": "lines of files that may have been read before",
-    "tempfile": "the file system",
-    "glob": "the file system",
-    "shutil": "the file system",
-    "concurrent.futures": "other threads, which are not watched",
-    "runpy": "code that is not known beforehand",
-    "inspect": "the source or the frames of running code",
-    "gc": "the objects of this process",
-    "ctypes": "foreign code",
-    "sqlite3": "a database",
-    "resource": "the machine",
-    "pdb": "a debugger",
-    "ipdb": "a debugger",
-    "debugpy": "a debugger",
-}
-_FUNCTIONS = {
-    "datetime.datetime.now": "the clock",
-    "datetime.datetime.utcnow": "the clock",
-    "datetime.datetime.today": "the clock",
-    "datetime.date.today": "the clock",
-    "datetime.datetime.fromtimestamp": "the time zone of the process",
-    "datetime.date.fromtimestamp": "the time zone of the process",
-    "datetime.datetime.timestamp": "the time zone of the process",
-    "datetime.datetime.astimezone": "the time zone of the process",
-    "contextlib.chdir": "the directory of the process",
-    "contextvars.copy_context": "all context variables",
-    "_contextvars.copy_context": "all context variables",
-    "threading.get_ident": "the thread",
-    "threading.get_native_id": "the thread",
-    "threading.current_thread": "the thread",
-    "_thread.get_ident": "the thread",
-    "_thread.get_native_id": "the thread",
-    "sys._getframe": "the frames of running code",
-    "sys.getrefcount": "the objects of this process",
-    "importlib.import_module": "a module whose name is not known beforehand",
-    "importlib.reload": "a module that changes",
-    "builtins.__import__": "a module whose name is not known beforehand",
-    "builtins.eval": "code that is not known beforehand",
-    "builtins.exec": "code that is not known beforehand",
-    "builtins.compile": "code that is not known beforehand",
-    "builtins.id": "where this process keeps its objects",
-    "builtins.hash": "the hash seed of this process",
-    "builtins.input": "what the user types",
-    "builtins.breakpoint": "a debugger",
-    "_thread.start_new_thread": "another thread, which is not watched",
-    "_thread.start_joinable_thread": "another thread, which is not watched",
-    "threading.Thread": "another thread, which is not watched",
-    "_io.FileIO": "a file that is opened out of sight",
-    "pkgutil.resolve_name": "a module whose name is not known beforehand",
-    "sys.getrecursionlimit": "the process",
-    "sys.get_int_max_str_digits": "the process",
-    "sys.getswitchinterval": "the process",
-    "jax.process_index": "the rank of the process",
-    "jax.host_id": "the rank of the process",
-    "jax.local_devices": "the rank of the process",
-    "jax._src.xla_bridge.process_index": "the rank of the process",
-    "jax._src.xla_bridge.host_id": "the rank of the process",
-    "jax._src.xla_bridge.local_devices": "the rank of the process",
-    "sys.gettrace": "the process",
-}
+
+def _by_name(named: dict[str, str]) -> dict[str, str]:
+    return {name: what for what, names in named.items() for name in names.split()}
+
+
+_MODULES = _by_name(
+    {
+        "the clock": "time",
+        "random numbers": "random _random secrets uuid numpy.random",
+        "the network": "socket _socket urllib.request http.client requests",
+        "another process": "subprocess _posixsubprocess multiprocessing",
+        "other threads, which are not watched": "concurrent.futures",
+        "the machine": "platform getpass resource",
+        "the process": "signal",
+        "the locale of the process": "locale",
+        "lines of files that may have been read before": "linecache",
+        "the file system": "tempfile glob shutil",
+        "a database": "sqlite3",
+        "code that is not known beforehand": "runpy",
+        "the source or the frames of running code": "inspect",
+        "the objects of this process": "gc",
+        "foreign code": "ctypes",
+        "a debugger": "pdb ipdb debugpy",
+    }
+)
+_FUNCTIONS = _by_name(
+    {
+        "the clock": "datetime.datetime.now datetime.datetime.utcnow datetime.datetime.today "
+        "datetime.date.today",
+        "the time zone of the process": "datetime.datetime.fromtimestamp "
+        "datetime.date.fromtimestamp datetime.datetime.timestamp datetime.datetime.astimezone",
+        "the directory of the process": "contextlib.chdir",
+        "all context variables": "contextvars.copy_context _contextvars.copy_context",
+        "the thread": "threading.get_ident threading.get_native_id threading.current_thread "
+        "_thread.get_ident _thread.get_native_id",
+        "another thread, which is not watched": "_thread.start_new_thread "
+        "_thread.start_joinable_thread threading.Thread",
+        "the frames of running code": "sys._getframe",
+        "the objects of this process": "sys.getrefcount",
+        "a module whose name is not known beforehand": "importlib.import_module "
+        "builtins.__import__ pkgutil.resolve_name",
+        "a module that changes": "importlib.reload",
+        "code that is not known beforehand": "builtins.eval builtins.exec builtins.compile",
+        "where this process keeps its objects": "builtins.id",
+        "the hash seed of this process": "builtins.hash",
+        "what the user types": "builtins.input",
+        "a debugger": "builtins.breakpoint",
+        "a file that is opened out of sight": "_io.FileIO",
+        "the process": "sys.getrecursionlimit sys.get_int_max_str_digits sys.getswitchinterval "
+        "sys.gettrace",
+        "the rank of the process": "jax.process_index jax.host_id jax.local_devices "
+        "jax._src.xla_bridge.process_index jax._src.xla_bridge.host_id "
+        "jax._src.xla_bridge.local_devices",
+    }
+)
 _OS_PURE = frozenset(
     "environ getenv environb getenvb fspath path sep linesep name fsencode fsdecode PathLike "
     "curdir pardir extsep altsep pathsep devnull error strerror".split()

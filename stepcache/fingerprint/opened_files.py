@@ -42,11 +42,9 @@ def watch_before(code: CodeType, module: dict[str, Any]) -> None:
 
 
 def watch_before_call(function: Any, owner: Any = None) -> None:
-    """Watches files from now on if a call may open one.
+    """Watches files from now on if a call of a function written in C, or of a class, may open one.
 
-    Args:
-        function: a function written in C, or a class.
-        owner: what it is a method of.
+    `owner` is what it is a method of.
     """
     if isinstance(function, type):
         opens = _IOBASE in function.__mro__

@@ -47,28 +47,24 @@ WHICH_VARIABLES = "(names of all)"
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """What a trace used.
+    """What a trace used."""
 
-    Attributes:
-        entered: the code objects entered, by their identities, for hashing code looks at all of it.
-        of_jax: JAX's own that any trace has entered so far, which counts as entered. Recordings
-            share one dictionary until there is more, so that what was found out about it is found
-            again by its identity. Not to be changed.
-        generated: of code that equinox has generated for a class, by its identity: that class.
-        files: paths of the files opened for reading, relative ones as they were given, with the
-            state of each as `state_of_file` gives it.
-        variables: names of environment variables asked for, `WHICH_VARIABLES` among them.
-        impure: what it called that makes it valid for this run only.
-        unavailable: why it has not been watched, or not to its end; None if it has.
-    """
-
+    # The code objects entered, by their identities, for hashing code looks at all of it.
     entered: dict[int, CodeType] = field(default_factory=dict)
+    # JAX's own that any trace has entered so far, which counts as entered. Recordings share one
+    # dictionary until there is more, so that what was found out about it is found again by its
+    # identity. Not to be changed.
     of_jax: dict[int, CodeType] = field(default_factory=dict)
+    # Of code that equinox has generated for a class, by its identity: that class.
     generated: dict[int, type] = field(default_factory=dict)
+    # Paths of the files opened for reading, relative ones as they were given, with the state of
+    # each as `state_of_file` gives it.
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    # Names of environment variables asked for, `WHICH_VARIABLES` among them.
     variables: set[str] = field(default_factory=set)
+    # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)
-    unavailable: str | None = None
+    unavailable: str | None = None  # Why it has not been watched, or not to its end.
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
 
@@ -90,9 +86,7 @@ class Recording:
         if watch is not None:
             self.unavailable = self._why_not or watch.stop(self) or self.unavailable
             if active.collections.thread.collecting:
-                self.unavailable = (
-                    "the end of a garbage collection was not seen while it was traced"
-                )
+                self.unavailable = _NO_END_OF_COLLECTION
             self.of_jax = _of_jax_so_far()
             self._watch = None
         active.collections.stop(self)
@@ -215,9 +209,6 @@ def _call(function: Any, frame: FrameType | None) -> None:
             recording.impure[f"{caller}: {why}"] = None
 
 
-# ---- the two ways to see calls ----------------------------------------------------------------
-
-
 class _Watch:
     """Watches a thread for one recording."""
 
@@ -242,6 +233,7 @@ class _Watch:
         return "" if self._profile.stop() else _ANOTHER_PROFILER
 
 
+_NO_END_OF_COLLECTION = "the end of a garbage collection was not seen while it was traced"
 _NO_TOOL = "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
 _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
 

@@ -24,14 +24,11 @@ _epoch = 0
 
 
 def begin(undoing: Undoing) -> tuple[str, int, int] | None:
-    """Begins a recording that shares traces; None while another thread makes one.
-
-    Args:
-        undoing: until its end, if `end` has not been called before.
+    """Begins a recording that shares traces; `undoing` ends it if `end` has not.
 
     Returns:
         A token of the traces that may be shared. It changes when a trace uses more than JAX, and
-        when an object of JAX has been replaced.
+        when an object of JAX has been replaced. None while another thread makes such a recording.
     """
     global _active
     with _lock:
@@ -46,9 +43,7 @@ def begin(undoing: Undoing) -> tuple[str, int, int] | None:
 def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
     """Whether an object of JAX has been replaced since `begin` gave a token.
 
-    Args:
-        token: the token.
-        looked: whether the libraries that the step used have been examined since then.
+    `looked` says whether the libraries that the step used have been examined since then.
     """
     if not looked:
         installed_packages.look_again()
@@ -56,10 +51,10 @@ def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
 
 
 def end(token: tuple[Hashable, ...], recording: Recording | None, own: Set[CodeType]) -> None:
-    """Ends a recording that shares traces, if that has not been done.
+    """Ends the recording that `begin` gave a token of, if that has not been done.
 
     Args:
-        token: given by `begin`.
+        token: the token.
         recording: what the step used; None where its trace failed.
         own: the code of the step's own function.
     """

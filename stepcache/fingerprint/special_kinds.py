@@ -28,16 +28,11 @@ from stepcache.jaxcompat import Tracer, inspection
 
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
-_JITTED: Any = jax.jit(lambda: 0)
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
 
 
 def note_special(walk: Trail, path: str, value: Any) -> bool:
-    """Notes a value of a kind that is known by its class or by its nature.
-
-    Returns:
-        Whether it is of such a kind.
-    """
+    """Notes a value, and says yes, if it is of a kind known by its class or by its nature."""
     kind = type(value)
     if not _may_be_special(kind) or not _note_by_nature(walk, path, value):
         return False
@@ -78,10 +73,9 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
             walk.when_named(name, f"{path}.{name}", getattr(value, name))
     elif (jitted := inspection.jitted_parts(value)) is not None:
         note_jitted(walk, path, jitted)
-        if kind is type(_JITTED):
-            _note_attributes(
-                walk, path, value, {*vars(_JITTED), *getattr(jitted[0], "__dict__", ())}
-            )
+        if kind is type(inspection.PLAIN_JIT):
+            known = {*vars(inspection.PLAIN_JIT), *getattr(jitted[0], "__dict__", ())}
+            _note_attributes(walk, path, value, known)
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
         walk.value(f"{path} (state)", state)
@@ -113,11 +107,9 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
 def levels_of_loggers() -> dict[str, Any]:
     """What decides which messages are logged."""
     manager = logging.root.manager
-    named = ((name, each) for name, each in list(manager.loggerDict.items()))
-    loggers = [("", logging.root), *named]
     found = {
         name: (each.level, each.disabled)
-        for name, each in loggers
+        for name, each in [("", logging.root), *manager.loggerDict.items()]
         if isinstance(each, logging.Logger) and (each.level or each.disabled)
     }
     return {"disable": manager.disable, **dict(sorted(found.items()))}
@@ -156,7 +148,7 @@ _SPECIAL_PACKAGES = frozenset(
 _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
-    *(jax.tree_util.PyTreeDef, type(_JITTED), functools.partial),
+    *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
     *(enum.Enum, PurePath, logging.Logger, ContextVar, _REMEMBERING),
 )
 
@@ -227,7 +219,7 @@ def note_jitted(walk: Trail, path: str, parts: tuple[Any, dict[str, Any]]) -> No
 
 def note_remembering(walk: Trail, path: str, value: Any) -> None:
     """A function that remembers its results, such as that of `functools.lru_cache`."""
-    walk.note(path, f"{type(value).__name__}")
+    walk.note(path, type(value).__name__)
     function = getattr(value, "__wrapped__", None)
     if function is None:
         walk.blame(path, "it remembers results that cannot be looked at")

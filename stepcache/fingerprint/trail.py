@@ -39,19 +39,13 @@ class Trail(ABC):
     Args:
         root: the directory that the step's modules are imported from; files and paths in it are
             named relative to it.
-
-    Attributes:
-        dependencies: path and token of everything found.
-        untrackable: what cannot be fingerprinted, in order.
-        codes: the user's code among what was found.
-        reader: the user's function that is being followed, if one is.
     """
 
     def __init__(self, root: str = "") -> None:
-        self.dependencies: dict[str, str] = {}
-        self.untrackable: dict[str, None] = {}
-        self.codes: set[types.CodeType] = set()
-        self.reader = ""
+        self.dependencies: dict[str, str] = {}  # Path and token of everything found.
+        self.untrackable: dict[str, None] = {}  # What cannot be fingerprinted, in order.
+        self.codes: set[types.CodeType] = set()  # The user's, among what was found.
+        self.reader = ""  # The user's function that is being followed, if one is.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
         self._reads_all = self._makes_any = False
@@ -83,10 +77,8 @@ class Trail(ABC):
     def waiting(self, entered: Container[types.CodeType]) -> set[str]:
         """Attributes of the user's objects that no code of theirs names.
 
-        A library that used a method would have entered it, so what was not entered is left out.
-
-        Args:
-            entered: the code that a trace entered.
+        A library that used a method would have entered its code in the trace, so what was not
+        entered is left out.
         """
 
         def may_be_used(value: Any) -> bool:
@@ -98,8 +90,6 @@ class Trail(ABC):
             for name, found in self._waiting.items()
             if any(may_be_used(value) for _, value in found)
         }
-
-    # ---- dependencies ---------------------------------------------------------------------------
 
     def note(self, path: str, token: str) -> None:
         """Notes a dependency. A path that stands for something else already gets a number."""
@@ -132,8 +122,6 @@ class Trail(ABC):
         """Says what to call an object when it is met again."""
         self.seen[id(value)] = path
         self.alive.append(value)
-
-    # ---- attributes by name --------------------------------------------------------------------
 
     def when_named(self, name: str, path: str, value: Any) -> None:
         """Notes an attribute as soon as code is found that names it."""
@@ -178,8 +166,6 @@ class Trail(ABC):
         for name in sorted(names):
             for path, value in self._waiting.pop(name):
                 self.later(functools.partial(self.value, path, value))
-
-    # ---- names ---------------------------------------------------------------------------------
 
     def distribution(self, module: str) -> None:
         """Notes the distribution that a module comes from, with its version."""

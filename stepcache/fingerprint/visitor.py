@@ -31,15 +31,10 @@ _NODES_TOLD = 64
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a step depends on.
+    """What a step depends on."""
 
-    Attributes:
-        dependencies: path and token of everything found.
-        untrackable: what cannot be fingerprinted; if there is any, the step has no fingerprint.
-    """
-
-    dependencies: dict[str, str]
-    untrackable: tuple[str, ...]
+    dependencies: dict[str, str]  # Path and token of everything found.
+    untrackable: tuple[str, ...]  # If there is any, the step has no fingerprint.
 
 
 class Walk(Trail):
@@ -54,8 +49,6 @@ class Walk(Trail):
             except Exception as error:  # An object may fail at anything that it is asked.
                 self.blame("step", f"looking at it raised {type(error).__name__}: {error}")
         return Fingerprint(self.dependencies, tuple(self.untrackable))
-
-    # ---- values --------------------------------------------------------------------------------
 
     def value(self, path: str, value: Any) -> None:
         if type(value) in ATOMS:
@@ -96,8 +89,6 @@ class Walk(Trail):
             self.blame(path, "it is a weak reference that poses as its object")
         elif not special_kinds.note_special(self, path, value):
             classes.note_instance(self, path, value)
-
-    # ---- classes and trees ---------------------------------------------------------------------
 
     def follow_class(self, cls: type) -> str:
         known = self.seen.get(id(cls))

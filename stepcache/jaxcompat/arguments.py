@@ -172,7 +172,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def maker_of_arrays(
-    sharding: Sharding, shape: tuple[int, ...], dtype: Any, *, committed: bool = True
+    sharding: Sharding, shape: tuple[int, ...], dtype: Any, *, committed: bool
 ) -> Callable[[Sequence[np.ndarray]], jax.Array]:
     """A function that makes an array of its shards on the devices of this process.
 

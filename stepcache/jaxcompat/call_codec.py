@@ -123,9 +123,6 @@ def decode_call(
     return call, [decode_array(each) for each in data["const_args"]]
 
 
-# ---- types ------------------------------------------------------------------------------------
-
-
 SCALAR_TYPE = type(jnp.float32)
 
 
@@ -211,9 +208,6 @@ def decode_array(data: Any) -> np.ndarray:
     if math.prod(shape) * dtype.itemsize != len(of_kind(bytes, content)):
         raise ValueError(f"an array of {shape} {name} has {len(content):,} bytes")
     return np.ndarray(shape, dtype, content)
-
-
-# ---- shardings --------------------------------------------------------------------------------
 
 
 def _encode_mesh(mesh: Any, positions: dict[Any, int]) -> list[Any]:

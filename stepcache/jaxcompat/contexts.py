@@ -265,9 +265,7 @@ def carried_settings() -> contextlib.AbstractContextManager:
 def trace_anew(undoing: Undoing, token: ContextToken | ValueToken) -> None:
     """Has traces of this thread made anew, down to functions that were traced before outside it.
 
-    Args:
-        undoing: until its end.
-        token: traces made under an equal one are shared.
+    That ends with `undoing`. Traces made under equal tokens are shared.
     """
     before = _recording_context.value
 

@@ -22,7 +22,6 @@ if PRIVATE_API:
 else:
     distributed: Any = None
 
-
 T = TypeVar("T")
 _FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
 _PROBE_SECONDS = 0.1
@@ -103,9 +102,7 @@ def call_in_thread(call: Callable[[], T]) -> Future[T]:
 class LimitedService:
     """The service, for calls that must end although the process of rank 0 is stopped.
 
-    Args:
-        service: the service.
-        limit_seconds: after which a call raises `Unreachable`. Its thread waits on.
+    After `limit_seconds` a call raises `Unreachable`, and its thread waits on.
     """
 
     def __init__(self, service: Service, limit_seconds: float):
@@ -151,10 +148,8 @@ def coordinator_refuses() -> bool:
     """
     try:
         socket.create_connection(coordinator_address(), timeout=_PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
@@ -199,8 +194,7 @@ def wait_until_coordinator_ends(is_over: Callable[[], bool]) -> bool:
 def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:
     """Replaces JAX's next shutdown of the service, which JAX calls at exit at the latest.
 
-    Args:
-        replacement: receives JAX's own function, which is restored before.
+    The replacement receives JAX's own function, which is restored before.
     """
     state = distributed.global_state
 

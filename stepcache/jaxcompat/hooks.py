@@ -31,8 +31,6 @@ if CAN_STORE:
 LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
 """Logger and message of an error in a callback, which is raised as well."""
 
-# ---- compiling, with a store in between --------------------------------------------------------
-
 Load = Callable[[bytes], Any]
 Find = Callable[[str, Load], Any]
 
@@ -120,29 +118,22 @@ def _hash_over(found: Callable) -> Callable:
     return hash_accelerator_config
 
 
+Judge = Callable[[Any, tuple, dict], bool]
+"""Says yes or no to a call, by its first argument, the other positional and the keyword ones."""
+
+
 class CallReplacement(_Replacement):
-    """Replaces a function of JAX while it is in use; nothing where JAX lacks the private names.
+    """Replaces a function of JAX: one of `WATCHED_BINDS` and its kind.
 
     Args:
-        holder, name: of the function: one of `WATCHED_BINDS` and its kind.
-        may_pause: given the first argument of a call, and the other positional and keyword ones,
-            whether the profile of a recording may pause below it.
-        may_stay: given the same of a call in a pause, whether that may go on below it. Neither is
-            watched itself.
+        holder, name: of the function.
+        may_pause: whether the profile of a recording may pause below a call.
+        may_stay: whether a pause may go on below a call. Neither is watched itself.
     """
 
-    def __init__(
-        self,
-        holder: Any,
-        name: str,
-        may_pause: Callable[[Any, tuple, dict], bool],
-        may_stay: Callable[[Any, tuple, dict], bool],
-    ):
+    def __init__(self, holder: Any, name: str, may_pause: Judge, may_stay: Judge):
         over = functools.partial(_with_pauses, may_pause=may_pause, may_stay=may_stay)
         super().__init__(holder, name, over)
-
-    def _make(self, users: int) -> bool:
-        return CAN_STORE and super()._make(users)
 
 
 def _those_of_jax(*places: tuple[Any, str]) -> tuple[tuple[Any, str], ...]:
@@ -185,11 +176,7 @@ def recording_paused() -> Iterator[None]:
             set_profile(profile)
 
 
-def _with_pauses(
-    found: Callable,
-    may_pause: Callable[[Any, tuple, dict], bool],
-    may_stay: Callable[[Any, tuple, dict], bool],
-) -> Callable:
+def _with_pauses(found: Callable, may_pause: Judge, may_stay: Judge) -> Callable:
     """A function in the place of another one; see `CallReplacement`."""
 
     @functools.wraps(found)
@@ -222,20 +209,15 @@ def _with_pauses(
     return function
 
 
-REPLACED = frozenset(
-    (
-        ("jax._src.compiler", "compile_or_get_cached"),
-        ("jax._src.cache_key", "_hash_accelerator_config"),
-    )
-)
+REPLACED = {
+    ("jax._src.compiler", "compile_or_get_cached"),
+    ("jax._src.cache_key", "_hash_accelerator_config"),
+}
 """Module and name of the functions that are replaced while a program is compiled."""
 
 if CAN_STORE:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
-
-
-# ---- settings, caches, tracebacks --------------------------------------------------------------
 
 
 def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:

@@ -31,6 +31,8 @@ if CAN_STORE:
     from jax._src import core
     from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
 
+PLAIN_JIT: Any = jax.jit(lambda: 0)
+"""A jitted function without options."""
 _JIT_INTERNALS = ("fun_sourceinfo", "fun_signature", "use_resource_env")
 
 
@@ -38,13 +40,12 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The function inside a jitted one, and its options that are not the default; else None."""
     if type(value).__module__.startswith("stepcache."):
         return getattr(value, "_stepcache_parts", None)  # A step of ours.
-    plain = _plain_jit()
-    if type(value) is not type(plain):  # Other objects may answer to any name.
+    if type(value) is not type(PLAIN_JIT):  # Other objects may answer to any name.
         return None
     info, function = getattr(value, "_jit_info", None), getattr(value, "__wrapped__", None)
     if info is None or function is None:
         return None
-    defaults = plain._jit_info._asdict()
+    defaults = PLAIN_JIT._jit_info._asdict()
     options = {
         name: option
         for name, option in info._asdict().items()
@@ -52,11 +53,6 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
         and (type(option), repr(option)) != (type(defaults[name]), repr(defaults[name]))
     }
     return function, options
-
-
-@functools.cache
-def _plain_jit() -> Any:
-    return jax.jit(lambda: 0)
 
 
 def pytree_functions(cls: type) -> tuple[Callable, ...]:
@@ -78,9 +74,7 @@ def devices_text(devices: Iterable[tuple[str, int]]) -> str:
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
     """A sharding or a mesh as text that is the same in every process.
 
-    Args:
-        sharding: a `Sharding` or a `Mesh`.
-        numbers: what to call each device; by default its own number.
+    `numbers` say what to call each device; by default its own number.
     """
 
     def devices_of(devices: Iterable[Any]) -> str:
@@ -122,9 +116,6 @@ def content_digest(array: np.ndarray) -> str:
     data = np.ascontiguousarray(array)
     content = data.reshape(-1).view(np.uint8).data if data.size else b""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-# ---- traces -----------------------------------------------------------------------------------
 
 
 def captured_arrays(jaxpr: Any) -> list[Any]:
@@ -191,8 +182,6 @@ def lowering_modules() -> tuple[Any, ...]:
     """The modules of JAX that call these."""
     return mlir, pxla
 
-
-# ---- the environment --------------------------------------------------------------------------
 
 # Settings that change neither a trace nor what XLA makes of it.
 _IRRELEVANT = frozenset(

@@ -71,26 +71,15 @@ def make_dispatcher(
 
 
 class Runnable(NamedTuple):
-    """What is needed to run a compiled program on flat arguments.
+    """What is needed to run a compiled program on flat arguments."""
 
-    Attributes:
-        executable: the `jax.stages.Compiled`; with the private API, the executable inside.
-        out_tree: the tree of the outputs.
-        const_args: arrays that the program takes before its arguments.
-        effects: the program's effects.
-    """
-
-    executable: Any
-    out_tree: Any
-    const_args: Sequence[Any] = ()
+    executable: Any  # The `jax.stages.Compiled`; with the private API, the executable inside.
+    out_tree: Any  # Of the outputs.
+    const_args: Sequence[Any] = ()  # Arrays that the program takes before its arguments.
     effects: Any = ()
 
     def __call__(self, leaves: list, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Runs the program.
-
-        Args:
-            leaves: the flat dynamic arguments.
-            args, kwargs: the dynamic arguments, for the public API.
+        """Runs the program on flat dynamic arguments; through the public API, on the others.
 
         Returns:
             The outputs, and what the C++ dispatcher needs to serve the same call by itself (None
@@ -199,8 +188,7 @@ class Staged:
 
     Attributes:
         jaxpr: the trace.
-        out_tree: the tree of the outputs.
-        out_avals: their abstract values, flat.
+        out_tree, out_avals: of the outputs, the second flat.
         lowered: after `lower`, the lowered module; for `outline`.
     """
 

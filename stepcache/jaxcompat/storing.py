@@ -29,8 +29,6 @@ if CAN_STORE:
     from jaxlib import lapack, xla_client
 
 
-# ---- compiling, with a store in between --------------------------------------------------------
-
 Device = Any
 
 
@@ -52,9 +50,6 @@ def lowered_digest(staged: Staged) -> str:
 
 class _DigestKnown(Exception):
     """The digest of what XLA would be given is known, and that is all that was wanted."""
-
-
-# ---- executables ------------------------------------------------------------------------------
 
 
 def serialize_executable(executable: Any) -> bytes:
@@ -79,12 +74,11 @@ def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
     if _CALLS_LAPACK in data:
         # Through pointers that JAX sets when it lowers such a call; unset, they end the process.
         lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
-    assignment = np.array([[device.id for device in devices]])
     client = devices[0].client
     options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=len(devices),
-        device_assignment=assignment,
+        device_assignment=np.array([[device.id for device in devices]]),
         backend=client,
     )
     listed = xla_client.DeviceList(tuple(devices))
@@ -99,9 +93,6 @@ def program_devices(run: Runnable) -> tuple[Device, ...]:
     return tuple(run.executable._unloaded_executable.device_list)
 
 
-_MUST_BE_EMPTY = ("unordered_effects", "ordered_effects", "keepalive", "host_callbacks", "mut")
-
-
 def why_not_storable(run: Runnable) -> str | None:
     """Why a program cannot be kept outside its process; None where it can."""
     if not CAN_STORE:
@@ -111,7 +102,7 @@ def why_not_storable(run: Runnable) -> str | None:
         return "JAX keeps nothing of it that could be stored"
     if unloaded.host_callbacks or unloaded.keepalive:
         return "it calls back into Python"
-    if any(getattr(unloaded, name) for name in _MUST_BE_EMPTY) or run.effects:
+    if unloaded.unordered_effects or unloaded.ordered_effects or unloaded.mut or run.effects:
         return "it has side effects"
     if any(jnp.issubdtype(each.dtype, jax.dtypes.extended) for each in run.const_args):
         return "it captured an array of an extended type, such as a random key"

@@ -38,8 +38,6 @@ if CAN_STORE:
 _MAX_KNOWN_SUBTREES = 4096
 _MAX_DEPTH = 100  # Msgpack has a limit of 511, and a node is two containers.
 
-# ---- trees ------------------------------------------------------------------------------------
-
 
 def encode_tree(tree: Any, known: Any) -> Any:
     """A tree structure as plain data.
@@ -205,9 +203,6 @@ def _is_named_tuple(found: type) -> bool:
     return issubclass(found, tuple) and isinstance(getattr(found, "_fields", None), tuple)
 
 
-# ---- what is loaded ---------------------------------------------------------------------------
-
-
 def name_of(value: type, check: Callable[[Any], None]) -> list[str]:
     """The module and the name by which a class is found; one that a function made is not."""
     name = [value.__module__, value.__qualname__]
@@ -228,8 +223,6 @@ def named(name: Any, check: Callable[[Any], None]) -> Any:
     check(found)
     return found
 
-
-# ---- values -----------------------------------------------------------------------------------
 
 CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Of classes of other rooms, by name: what takes an object apart, and makes one of its parts.

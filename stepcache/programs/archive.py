@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,11 +53,9 @@ Method = TypeVar("Method", bound=Callable)
 def _no_matter_of_the_step(
     what: str, instead: Callable[[], Any] = lambda: None
 ) -> Callable[[Method], Method]:
-    """Logs what a method of the archive raises; the step goes on as without an archive.
+    """Logs that a method of the archive could not do `what`; it returns what `instead` gives.
 
-    Args:
-        what: the method could not do, for the log.
-        instead: gives what is returned then.
+    The step goes on as without an archive.
     """
 
     def guarded(method: Any) -> Any:
@@ -78,18 +76,12 @@ class Archive:
     """Programs of one directory.
 
     Args:
-        disk: where entries are kept.
-        starts: where the starts of each record are counted.
-        run_log: where runs are kept.
-        contents: where is kept what the files of installed modules hold.
-        verify: "background", "before" or "off".
-        min_build_seconds: what was built faster is not kept.
-        remote: what other machines have built, or None.
-
-    Attributes:
-        worker: stores what was built.
-        verifier: traces anew what was loaded.
-        preloader: loads what the last run of this script used.
+        disk: keeps the entries.
+        starts: counts the starts of each record.
+        run_log: keeps the runs.
+        contents: keeps what the files of installed modules hold.
+        verify, min_build_seconds: as for `ProgramCache`.
+        remote: what other machines have built.
     """
 
     def __init__(
@@ -100,19 +92,17 @@ class Archive:
         contents: ContentIndex,
         verify: str,
         min_build_seconds: float,
-        remote: SharedEntries | None = None,
+        remote: SharedEntries | None,
     ):
         self.remote = remote
         self.disk, self.starts, self.run_log = disk, starts, run_log
         self.verify, self.min_build_seconds = verify, min_build_seconds
-        self.worker = Worker("stepcache store", droppable=False)
+        self.worker = Worker("stepcache store", droppable=False)  # Stores what was built.
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
         self.preloader = Preloader(run_log, self._records, self._read_executable, remote)
         self._offered: set[tuple[str, str]] = set()
         self._contents = contents
         module_contents.learn(contents.read())
-
-    # ---- level 1: without a trace --------------------------------------------------------------
 
     @_no_matter_of_the_step("look for a program", LookupResult)
     def look_up(self, lookup: Lookup, stage: Stage | None = None) -> LookupResult:
@@ -185,23 +175,22 @@ class Archive:
 
     @_no_matter_of_the_step("load a program")
     def load(
-        self,
-        record: DependencyRecord,
-        address: Address,
-        in_tree: Any,
-        stage: Stage | None = None,
+        self, record: DependencyRecord, address: Address, in_tree: Any, stage: Stage | None = None
     ) -> Runnable | None:
         """Loads the program of a record; None where that cannot be done.
 
         Args:
-            record: from `result`.
+            record: from `look_up`.
             address: of the lookup.
             in_tree: the tree of the call's arguments.
             stage: as for `look_up`.
         """
         try:
             devices = tuple(address.devices[position] for position in record.devices)
-            executable = self._executable(record.program, devices, stage)
+            executable = self.preloader.take(record.program, devices)
+            if executable is None:
+                load = functools.partial(storing.load_executable, devices=devices)
+                executable = self._read_executable(record.program, load, stage)
             if executable is None:
                 return None
             tree = storing.decode_tree(record.tree, in_tree)
@@ -238,13 +227,6 @@ class Archive:
         if self.disk.publish("program", record.program, {"label": address.label}, data):
             self._add_record(address, record)
 
-    def _executable(self, digest: str, devices: Sequence[Any], stage: Stage | None) -> Any:
-        loaded = self.preloader.take(digest, devices)
-        if loaded is not None:
-            return loaded
-        load = functools.partial(storing.load_executable, devices=devices)
-        return self._read_executable(digest, load, stage)
-
     def _is_there(self, digest: str, stage: Stage | None) -> bool:
         """Whether an executable is on disk, by now."""
         if self.disk.holds("program", digest):
@@ -270,14 +252,10 @@ class Archive:
                 self.disk.discard("program", digest, why)
                 return None
 
-    # ---- level 2: without compiling ------------------------------------------------------------
-
     @_no_matter_of_the_step("load a program")
     def find(self, digest: str, load: Callable[[bytes], Any], stage: Stage | None = None) -> Any:
         """The stored executable of a lowered module; None if there is none."""
         return self._read_executable(digest, load, stage)
-
-    # ---- level 3: keeping what was built -------------------------------------------------------
 
     @_no_matter_of_the_step("store a program", lambda: "it is not stored: see the log")
     def publish(self, publication: Publication) -> str:
@@ -335,8 +313,6 @@ class Archive:
         if self.remote is not None:
             self.remote.flush()
 
-    # ---- verification ------------------------------------------------------------------------
-
     def note_start(self, address: Address, record: DependencyRecord) -> bool:
         """Counts a start of a record. Returns whether it should be verified."""
         name = start_name(address, record)
@@ -356,8 +332,6 @@ class Archive:
         rows = module_contents.found()
         if rows is not None:
             self._contents.write(rows)
-
-    # ---- the run log ---------------------------------------------------------------------------
 
     @_no_matter_of_the_step("write its run log")
     def note(self, event: str, step: str, label: str, **details: Any) -> None:

@@ -79,21 +79,13 @@ _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A job of a worker.
+    """A job of a worker."""
 
-    Attributes:
-        work: does it; returns `LATER` for as long as it is not due, `WHEN_QUIET`, or `SOON`.
-        outcome: what it returned; None before that, and where it raised.
-        runs_at: when it runs at the latest, by `time.perf_counter`, though builds go on.
-        is_awaited: whether it returned `SOON`.
-        is_over: it is not going to be run any more.
-    """
-
-    work: Callable[[], Any]
-    outcome: Any = None
-    runs_at: float = 0.0
-    is_awaited: bool = False
-    is_over: bool = False
+    work: Callable[[], Any]  # Returns `LATER` while it is not due, `WHEN_QUIET`, or `SOON`.
+    outcome: Any = None  # What it returned; None before that, and where it raised.
+    runs_at: float = 0.0  # At the latest, by `time.perf_counter`, though builds go on.
+    is_awaited: bool = False  # It returned `SOON`.
+    is_over: bool = False  # It is not going to be run any more.
 
 
 class Worker:
@@ -292,8 +284,6 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 _workers: WeakObjects[Worker] = WeakObjects()
-
-
 _held: list[threading.Lock] = []
 
 
@@ -341,11 +331,8 @@ def _stop_all() -> None:
 def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
     """Waits for the outputs of a program, one look at a time.
 
-    One output represents all. It is held weakly, so that it can be freed meanwhile.
-
-    Args:
-        outputs: of the program, in any tree.
-        started: when it was called, by `time.perf_counter`.
+    One output represents all. It is held weakly, so that it can be freed meanwhile. The program was
+    called at `started`, by `time.perf_counter`.
 
     Returns:
         A function that returns `LATER` while they are computed, and then how many seconds they

@@ -31,31 +31,19 @@ from stepcache.events import Captured
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled executable and what is needed to call it.
-
-    Attributes:
-        key: what it was built for.
-        run: calls it on flat arguments.
-        captured: the arrays that became part of it by closure, largest first.
-        seconds: what each stage took, in the process that went through it.
-        level: 1 if it was loaded without a trace, 2 if it was traced but not compiled, 3 if built.
-        traces: how often the step was traced for it; twice where a library changed meanwhile.
-        dependencies: what its code depended on when it was traced, where that was asked for.
-        used: what that trace used, likewise.
-        lowered: digest of the input of XLA; empty where it was not computed.
-        settled_key: the key of calls with the carry that it returns, where that is not `key` only
-            because carried leaves were weakly typed; None else.
-    """
+    """A compiled executable and what is needed to call it."""
 
     key: Key
     run: jaxcompat.Runnable
-    captured: tuple[Captured, ...]
-    seconds: dict[str, float]
-    level: int = 3
-    traces: int = 0
+    captured: tuple[Captured, ...]  # The arrays in it by closure, the largest first.
+    seconds: dict[str, float]  # What each stage took, in the process that went through it.
+    level: int = 3  # 1 if it was loaded without a trace, 2 if traced but not compiled, 3 if built.
+    traces: int = 0  # How often the step was traced for it; twice where a library changed.
+    # What its code depended on when it was traced, and what the trace used; if that was asked for.
     dependencies: dict[str, str] | None = None
     used: Any = None
-    lowered: str = ""
+    lowered: str = ""  # Digest of the input of XLA; empty where it was not computed.
+    # Of calls with the carry that it returns, if only weak types tell these from calls of `key`.
     settled_key: Key | None = None
 
     @cached_property
@@ -71,18 +59,12 @@ class Program:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times the stages of one build; calls `entered` with the name of each as it begins.
-
-    Attributes:
-        seconds: what each has taken, without the stages within it.
-        times: how often each was entered.
-        current: the one entered last.
-    """
+    """Times the stages of one build; calls `entered` with the name of each as it begins."""
 
     entered: Callable[[str], None]
-    seconds: dict[str, float] = field(default_factory=dict)
-    times: Counter[str] = field(default_factory=Counter)
-    current: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)  # Of each, without those within it.
+    times: Counter[str] = field(default_factory=Counter)  # How often each was entered.
+    current: str = ""  # The one entered last.
     _within: list[str] = field(default_factory=list)
     _timed: float = 0.0
 

@@ -59,7 +59,7 @@ class Builds:
         """Whether this thread builds within a build, as where a signal is handled during one."""
         return len(self._of_thread()) > 1
 
-    def are_quiet(self, seconds: float = 0.0) -> bool:
+    def are_quiet(self, seconds: float) -> bool:
         """Whether no build has been in Python for some time."""
         return not self._in_python and time.perf_counter() >= self._latest + seconds
 

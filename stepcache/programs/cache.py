@@ -25,12 +25,7 @@ from stepcache.errors import OptionError
 from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program
 from stepcache.programs.memory import Held, MemoryPrograms
-from stepcache.programs.opening import (
-    USER_DIRECTORY,
-    VERIFY,
-    asked_place,
-    open_for,
-)
+from stepcache.programs.opening import USER_DIRECTORY, VERIFY, asked_place, open_for
 from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
@@ -141,16 +136,11 @@ class ProgramCache:
             if bound is not None and not (isinstance(bound, Real) and bound >= 1):
                 raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
         if not isinstance(min_build_seconds, Real):
-            raise OptionError(
-                "min_build_seconds is a number", where="ProgramCache", got=repr(min_build_seconds)
-            )
+            what, got = "min_build_seconds is a number", repr(min_build_seconds)
+            raise OptionError(what, where="ProgramCache", got=got)
         if verify is not None and verify not in VERIFY:
-            raise OptionError(
-                "unknown verify",
-                where="ProgramCache",
-                expected=f"one of {', '.join(map(repr, VERIFY))}",
-                got=repr(verify),
-            )
+            expected, got = f"one of {', '.join(map(repr, VERIFY))}", repr(verify)
+            raise OptionError("unknown verify", where="ProgramCache", expected=expected, got=got)
         self.number = next(_numbers)
         self.check_every = check_every
         self._bounds = (max_memory_programs, max_bytes)
@@ -213,7 +203,7 @@ class ProgramCache:
             The program, and whether this caller built it.
         """
         evicted: list[Held] = []
-        doubted = None
+        doubted: list[Held] = []
         thread, building = threading.get_ident(), threading.Lock()
         building.acquire()
         try:  # Before others wait: an interrupt may come at any moment.
@@ -234,27 +224,25 @@ class ProgramCache:
             program = build()
             with self._lock:
                 self._builds += 1
+                made = {key: program}
                 settled = program.settled_key
                 if settled is not None and self._memory.peek(settled) is None:
-                    again = dataclasses.replace(program, key=settled)
-                    evicted += self._put(settled, again, owner)[0]
-                gone, doubted = self._put(key, program, owner)
-                evicted += gone
+                    made = {settled: dataclasses.replace(program, key=settled), key: program}
+                for each, of_key in made.items():
+                    gone, asked = self._memory.put(each, of_key, owner.number, weakref.ref(owner))
+                    evicted += gone
+                    doubted += asked
+                self._evictions += len(evicted)
         finally:
             building.release()  # In C: no interrupt comes before it.
             with self._lock:
                 if self._building.get(key) == (building, thread):
                     del self._building[key]
         _tell_lost(evicted, "evicted")
-        if doubted is not None:
-            for each in _owners(doubted):
+        for held in doubted:
+            for each in _owners(held):
                 each.show_use()
         return program, True
-
-    def _put(self, key: Key, program: Program, owner: Owner) -> tuple[list[Held], Held | None]:
-        evicted, doubted = self._memory.put(key, program, owner.number, weakref.ref(owner))
-        self._evictions += len(evicted)
-        return evicted, doubted
 
     def drop(self, key: Key) -> None:
         """Drops one program, without notifying its owners."""

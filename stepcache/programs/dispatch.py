@@ -24,9 +24,6 @@ class Dispatcher:
         name: the step's name.
         miss: `(*args, **kwargs) -> (outputs, fast path data or None, drop the entry)`.
         roles: the static arguments.
-
-    Attributes:
-        call: what to call.
     """
 
     __slots__ = ("__weakref__", "call")

@@ -50,25 +50,16 @@ NEVER_STORED = "it cannot be stored: "
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What the archive knows about a lookup.
+    """What the archive knows about a lookup."""
 
-    Attributes:
-        record: agrees with every dependency; None where there is none.
-        since: when the build was made that `changes` compares with; None without one.
-        changes: what differs from that build.
-        untrackable: why no record could be looked for, or none was kept.
-        used: what the trace of that build used.
-        found: the dependencies of that trace as they were at the lookup.
-        remote: the URL of the shared cache that the record is in; empty where it is on disk.
-    """
-
-    record: DependencyRecord | None = None
-    since: float | None = None
-    changes: tuple[Change, ...] = ()
-    untrackable: tuple[str, ...] = ()
-    used: Used = field(default_factory=Used)
+    record: DependencyRecord | None = None  # Agrees with every dependency.
+    since: float | None = None  # When the build was made that `changes` compares with.
+    changes: tuple[Change, ...] = ()  # What differs from that build.
+    untrackable: tuple[str, ...] = ()  # Why no record could be looked for, or none was kept.
+    used: Used = field(default_factory=Used)  # By the trace of that build.
+    # The dependencies of that trace as they were at the lookup.
     found: dict[str, str] = field(default_factory=dict)
-    remote: str = ""
+    remote: str = ""  # URL of the shared cache that has the record; empty where it is on disk.
 
     @property
     def is_never_stored(self) -> bool:
@@ -77,17 +68,7 @@ class LookupResult:
 
 
 class Lookup:
-    """What a call depends on before it is traced.
-
-    Args:
-        spec: the step.
-        request: the call.
-
-    Attributes:
-        base: the dependencies known before a trace.
-        statics: the static arguments.
-        address: where records are kept.
-    """
+    """What a call depends on before a trace (`base`), and where its records are (`address`)."""
 
     def __init__(self, spec: StepSpec, request: Request):
         self._attributes: set[str] = set()  # Those that libraries are known to read by now.
@@ -132,8 +113,6 @@ class Lookup:
             (f"argument {path}", token) for path, token in zip(paths, tokens, strict=True)
         )
         return dependencies
-
-    # ---- what only a trace reveals -------------------------------------------------------------
 
     def with_used(self, used: Used) -> Fingerprint:
         """All dependencies, for a trace that used this."""
@@ -278,9 +257,6 @@ def _label_and_root(fun: Any) -> tuple[str, str]:
     label = file_label(filename, module)
     root = "" if filename.startswith("<") else os.path.abspath(filename)[: -len(label) - 1]
     return f"{label}:{inner.__qualname__}", root
-
-
-# ---- the call ---------------------------------------------------------------------------------
 
 
 def _devices_in_order(key: Key) -> tuple[Any, ...]:

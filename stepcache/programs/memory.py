@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 from stepcache.calls.key import Key
 from stepcache.programs.build import Program
@@ -23,19 +24,13 @@ _OWNERS_UNSWEPT = 4
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A program in the memory.
-
-    Attributes:
-        program: the program.
-        size_bytes: its size, where the memory is bounded by bytes; else 0.
-        owners: weak references to those who use it, by the numbers of whom it is kept for.
-        on_probation: its owners have been asked to show the next use of it.
-    """
+    """A program in the memory."""
 
     program: Program
-    size_bytes: int
+    size_bytes: int  # 0 where the memory is not bounded by bytes.
+    # Weak references to those who use it, by the numbers of whom it is kept for.
     owners: dict[int, set[weakref.ref]] = field(default_factory=dict)
-    on_probation: bool = False
+    on_probation: bool = False  # Its owners have been asked to show the next use of it.
 
     def add(self, number: int, owner: weakref.ref) -> None:
         """Adds an owner, and forgets those that have been freed."""
@@ -77,11 +72,11 @@ class MemoryPrograms:
 
     def put(
         self, key: Key, program: Program, number: int, owner: weakref.ref
-    ) -> tuple[list[Held], Held | None]:
+    ) -> tuple[list[Held], list[Held]]:
         """Adds a program.
 
         Returns:
-            The programs that made room for it, and one that is now on probation.
+            The programs that made room for it, and those, one at most, now put on probation.
         """
         size_bytes = 0 if self._max_bytes is None else program.size_bytes
         self._held[key] = Held(program, size_bytes, {number: {owner}})
@@ -89,21 +84,19 @@ class MemoryPrograms:
         evicted = []
         while len(self._held) > 1 and self._fill() > 1:
             evicted.append(self._drop(next(iter(self._held))))
-        doubted = None
+        doubted = []
         if self._fill() > _FILL_AT_PROBATION:
             older = (held for held in self._held.values() if held.program is not program)
-            doubted = next((held for held in older if not held.on_probation), None)
-            if doubted is not None:
-                doubted.on_probation = True
+            doubted = list(islice((held for held in older if not held.on_probation), 1))
+            for held in doubted:
+                held.on_probation = True
         return evicted, doubted
 
     def _fill(self) -> float:
         by_count = len(self._held) / self._max_programs
-        return (
-            by_count
-            if self._max_bytes is None
-            else max(by_count, self._size_bytes / self._max_bytes)
-        )
+        if self._max_bytes is None:
+            return by_count
+        return max(by_count, self._size_bytes / self._max_bytes)
 
     def drop(self, key: Key) -> None:
         """Drops the program of `key`, if it is there."""

@@ -30,37 +30,24 @@ _MAX_ADVICE = 3
 
 
 class MissLog:
-    """The builds of one step, and their cost.
+    """The builds of one step, and their cost."""
 
-    Args:
-        step: the step's name.
-        making: where its code is, and how many steps of it have been made.
-        pads: what it pads.
-
-    Attributes:
-        last_miss: what led to the latest build; None before the first.
-        warned_of_batch: whether the step's user has been advised to name its batch.
-    """
-
-    def __init__(self, step: str, making: Making | None = None, pads: Sequence[Pad] = ()):
-        self._step, self._making, self._pads = step, making or Making(), pads
+    def __init__(self, step: str, making: Making, pads: Sequence[Pad]):
+        self._step, self._making, self._pads = step, making, pads
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
         self._values: dict[tuple[str, str, object], set] = {}
         self._counts: dict[str, Any] = defaultdict(int)  # Named as in `StepStats`.
         self._measuring: set[int] = set()  # Threads.
-        self.last_miss: Miss | None = None
-        self.warned_of_batch = False
+        self.last_miss: Miss | None = None  # Of the latest build.
+        self.warned_of_batch = False  # Whether the user has been advised to name the batch.
 
     def why(self, request: Request) -> Miss:
         """Why a call would find no program.
 
         Describing a difference runs code of static arguments and of tree nodes (`__eq__`,
         `__repr__`). What that raises is put into the result, and never disturbs the step.
-
-        Args:
-            request: the call.
         """
         try:
             return self._why(request)

@@ -58,9 +58,7 @@ def open_for(
     """Opens the archive of a `ProgramCache`; None where programs are to be kept in memory only.
 
     Args:
-        directory: as `ProgramCache` was given it.
-        max_bytes, min_build_seconds: as for `open_archive`.
-        verify: likewise; None for what the environment says.
+        directory, max_bytes, verify, min_build_seconds: as `ProgramCache` was given them.
         remote: as `asked_place` gives it.
 
     Raises:
@@ -94,9 +92,6 @@ def default_verify() -> str:
     return asked
 
 
-# ---- the shared cache ---------------------------------------------------------------------------
-
-
 def asked_place(remote: str | None, directory: Any) -> Place | str | None:
     """The shared cache of a `ProgramCache`: None without one; a text for what the environment says.
 
@@ -108,11 +103,8 @@ def asked_place(remote: str | None, directory: Any) -> Place | str | None:
     if remote.lower() == "off":
         return None
     if directory is None:
-        raise OptionError(
-            "A shared cache needs a directory, for the programs that come from it",
-            where="ProgramCache(directory=None)",
-            got=f"remote={remote!r}",
-        )
+        what = "A shared cache needs a directory, for the programs that come from it"
+        raise OptionError(what, where="ProgramCache(directory=None)", got=f"remote={remote!r}")
     return _place(remote, "ProgramCache(remote)")
 
 

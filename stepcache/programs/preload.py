@@ -30,10 +30,6 @@ class Preloader:
         records: reads the records of a lookup.
         read: reads an executable by its digest, and loads it as it is told.
         remote: is asked what there is where no run has used a step.
-
-    Attributes:
-        preloaded: the jobs, by digest and numbers of devices.
-        worker: runs them.
     """
 
     def __init__(
@@ -46,6 +42,7 @@ class Preloader:
         self._run_log, self._records, self._read, self._remote = run_log, records, read, remote
         self.worker = Worker("stepcache preload", droppable=True, poll_seconds=0.01)
         self._lock = threading.Lock()
+        # By digest and numbers of devices.
         self.preloaded: dict[tuple[str, tuple[int, ...]], Job] = {}
         self._taken: set[tuple[str, tuple[int, ...]]] = set()
         self._asked_for: set[str] = set()

@@ -5,6 +5,7 @@ While XLA compiles, Python is free: another thread finds out then what the trace
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from types import CodeType
@@ -30,11 +31,6 @@ class RecordedTrace:
         sharing: with other processes, or None.
         examine: finds out what a recorded trace depends on.
         records: whether the trace is recorded at all.
-
-    Attributes:
-        digest: of what XLA was given; empty where JAX had compiled it before.
-        is_loaded: whether the executable was found, and not compiled.
-        lowered: what was lowered, where processes compare it.
     """
 
     def __init__(
@@ -42,14 +38,15 @@ class RecordedTrace:
         find: storing.Find,
         sharing: Sharing | None,
         examine: Callable[[Recording, jaxcompat.Staged], Traced],
-        records: bool = True,
+        records: bool,
     ):
         self._find, self._sharing, self._examine = find, sharing, examine
         self._records = records
         self._recording = Recording()
         self._examined: Future[Traced] | None = None
-        self.digest, self.is_loaded = "", False
-        self.lowered: Lowered | None = None
+        self.digest = ""  # Of what XLA was given; empty where JAX had compiled it before.
+        self.is_loaded = False  # Whether the executable was found, and not compiled.
+        self.lowered: Lowered | None = None  # Where processes compare it.
 
     def watch(
         self, own: set[CodeType] | None, token: tuple[Hashable, ...], undoing: Undoing
@@ -59,7 +56,7 @@ class RecordedTrace:
         Args:
             own: the code of a step that shares traces with others; None where it does not.
             token: identifies the traces that it may share.
-            undoing: what it ends with.
+            undoing: ends the recording.
         """
         recording = self._recording
 
@@ -82,12 +79,7 @@ class RecordedTrace:
             return codes is not None
 
     def compile_through(self, undoing: Undoing, staged: jaxcompat.Staged) -> None:
-        """Looks for the executable while XLA compiles, and examines the trace.
-
-        Args:
-            undoing: what that ends with.
-            staged: the trace.
-        """
+        """Looks for the executable, and examines the trace meanwhile, until `undoing` ends."""
         if self._sharing is not None:
             self.lowered = self._compared(staged, self._sharing)
 
@@ -128,9 +120,7 @@ class RecordedTrace:
             found = examined.result() if examined else self._examine(self._recording, staged)
             return found.dependencies
 
-        def sources(line: int) -> list[tuple[str, int]]:
-            return jaxcompat.sources_of(staged.lowered, line)
-
+        sources = functools.partial(jaxcompat.sources_of, staged.lowered)
         lowered = Lowered(jaxcompat.outline(staged.lowered), dependencies, sources)
         sharing.compare(lowered)
         return lowered

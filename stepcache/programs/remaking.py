@@ -19,9 +19,7 @@ _latest: OrderedDict[str, dict[str, str]] = OrderedDict()
 def captured_numbers(label: str, dependencies: dict[str, str]) -> tuple[Change, ...]:
     """The numbers that a new step captures, where the one made before captured others.
 
-    Args:
-        label: of the function.
-        dependencies: those of the step that are known before it is traced.
+    They are among the `dependencies` that are known before a trace. The label names the function.
     """
     numbers = {name: token for name, token in dependencies.items() if _is_number(token)}
     with _lock:

@@ -21,21 +21,13 @@ from stepcache.storage.dependency_record import Address, Publication, Traced
 
 @dataclass(frozen=True, slots=True)
 class MissedCall:
-    """A call for which there is no program in memory.
-
-    Attributes:
-        request: the call.
-        archive: the programs on disk, or None.
-        stopwatch: times the stages.
-        before_trace: called with what the archive knew, before a trace; it may raise.
-        watch: keep with the program what the step depends on, even without an archive.
-    """
+    """A call for which there is no program in memory."""
 
     request: Request
     archive: Archive | None
     stopwatch: Stopwatch
-    before_trace: Callable[[LookupResult], None]
-    watch: bool
+    before_trace: Callable[[LookupResult], None]  # Given what the archive knew; it may raise.
+    watch: bool  # Keep with the program what the step depends on, even without an archive.
 
     def find(self, digest: str, load: storing.Load) -> Any:
         """The stored executable of a lowered module; None if there is none."""
@@ -46,62 +38,38 @@ class MissedCall:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A lowered program, as processes compare it.
+    """A lowered program, as processes compare it."""
 
-    Attributes:
-        outline: the module as text, without locations.
-        dependencies: gives what the trace depended on.
-        sources: gives the lines of source code, each (file, line) and the innermost first, that a
-            line of the outline comes from; none where the step was not traced here.
-    """
-
-    outline: str
-    dependencies: Callable[[], dict[str, str]]
+    outline: str  # The module as text, without locations.
+    dependencies: Callable[[], dict[str, str]]  # Gives what the trace depended on.
+    # Gives the lines of source code, each (file, line) and the innermost first, that a line of the
+    # outline comes from; none where the step was not traced here.
     sources: Callable[[int], list[tuple[str, int]]] = lambda line: []
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How a trace is shared with other processes.
+    """How a trace is shared with other processes."""
 
-    Attributes:
-        find: looks for the executable of a lowered module.
-        compare: is given what was lowered, before XLA compiles it.
-        tell: is given what the trace depended on, as soon as that is known, in another thread.
-    """
-
-    find: storing.Find
-    compare: Callable[[Lowered], None]
-    tell: Callable[[Traced], None]
+    find: storing.Find  # Looks for the executable of a lowered module.
+    compare: Callable[[Lowered], None]  # Is given what was lowered, before XLA compiles it.
+    tell: Callable[[Traced], None]  # Is given what the trace depended on, in another thread.
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A program, and how it was obtained.
-
-    Attributes:
-        program: the program.
-        result: what the archive knew.
-        untrackable: why a later process will have to trace the step.
-        digest: of the executable; empty where it is not, and will not be, on disk.
-        address: of the lookup; None where there is no archive.
-        publication: what is to be stored, or None.
-        lowered: what was lowered, where processes compare it.
-        giver: the rank of the process that it came from; None for this one.
-        others: of the other processes, where they keep no run log beside this one's: level and
-            seconds by stage, by rank.
-        changes: what the step depends on, and what has changed since it was last traced here.
-        has_compared: whether the processes have compared the host values of the call.
-    """
+    """A program, and how it was obtained."""
 
     program: Program
-    result: LookupResult
-    untrackable: tuple[str, ...] = ()
-    digest: str = ""
-    address: Address | None = None
-    publication: Publication | None = None
-    lowered: Lowered | None = None
-    giver: int | None = None
+    result: LookupResult  # What the archive knew.
+    untrackable: tuple[str, ...] = ()  # Why a later process will have to trace the step.
+    digest: str = ""  # Of the executable; empty where it is not, and will not be, on disk.
+    address: Address | None = None  # Of the lookup; None where there is no archive.
+    publication: Publication | None = None  # What is to be stored.
+    lowered: Lowered | None = None  # Where processes compare it.
+    giver: int | None = None  # The rank of the process that it came from; None for this one.
+    # Of the other processes, where they keep no run log beside this one's: level and seconds by
+    # stage, by rank.
     others: dict[int, tuple[int, dict[str, float]]] = field(default_factory=dict)
-    changes: tuple[Change, ...] = ()
-    has_compared: bool = True
+    changes: tuple[Change, ...] = ()  # Of what the step depends on, since its last trace here.
+    has_compared: bool = True  # Whether the processes have compared the host values of the call.

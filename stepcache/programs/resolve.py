@@ -60,14 +60,7 @@ _REMEDIES = {
 
 
 class Resolver:
-    """Resolves the misses of one step.
-
-    Args:
-        spec: the step.
-        levels: resolve them in one process.
-        checks: verify what was loaded.
-        miss_log: keeps the misses, and counts.
-    """
+    """Resolves the misses of one step."""
 
     def __init__(self, spec: StepSpec, levels: Levels, checks: Checks, miss_log: MissLog):
         self._spec, self._levels, self._checks, self._miss_log = spec, levels, checks, miss_log
@@ -179,9 +172,7 @@ class Resolver:
         """Records a miss in the step's miss log, and emits its event.
 
         Args:
-            build_id: ties events about one program together.
-            request: the call.
-            resolution: of it.
+            build_id, request, resolution: of the miss.
             miss: completed.
             own_seconds: what the call took apart from the stages.
             remote_bytes: size of the executable, if it came from the shared cache.
@@ -248,63 +239,54 @@ class Resolver:
         unsettled = self._unsettled.pop(request.key, None)
         if unsettled is None:
             return
-        archive, resolution, miss = unsettled
+        archive, resolution, _ = unsettled
         try:
-            look = until_ready(outputs, started)
-            settling = _Settling(self._spec.name, archive, resolution, miss, look)
+            settling = _Settling(self._spec.name, *unsettled, until_ready(outputs, started))
             if resolution.program.level == 1 and archive.verify == "background":
+                described = request.described()
                 verification = self._checks.verification
-                settling.verify = verification(
-                    scope.cache, request.described(), archive, resolution
-                )
+                settling.verify = verification(scope.cache, described, archive, resolution)
             archive.worker.submit(settling)
         except Exception:  # The call has its outputs.
             _log.exception("a program of %s is neither stored nor verified", self._spec.name)
 
 
+@dataclasses.dataclass(eq=False)
 class _Settling:
     """Logs how a program was obtained, and its first run; then stores or verifies it.
 
     That waits until no other step is being started, which it would slow down. A program that took
     long to build is stored after its first run: XLA serializes it without Python's lock.
-
-    Attributes:
-        verify: has the program verified, from a given time on; None for one that was traced.
     """
 
-    def __init__(
-        self,
-        name: str,
-        archive: Archive,
-        resolution: Resolution,
-        miss: Miss,
-        look: Callable[[], Any],
-    ):
-        self._name, self._archive, self._resolution, self._miss = name, archive, resolution, miss
-        self._look = look
-        self._seconds: Any = LATER
-        self.verify: Callable[[float], None] | None = None
+    name: str
+    archive: Archive
+    resolution: Resolution
+    miss: Miss
+    look: Callable[[], Any]  # From `until_ready`.
+    seconds: Any = LATER  # What the first run took, as `look` says.
+    verify: Callable[[float], None] | None = None  # From a time on; None for what was traced.
 
     def __call__(self) -> Any:
-        archive, resolution = self._archive, self._resolution
+        archive, resolution = self.archive, self.resolution
         assert resolution.address is not None
-        if self._seconds is LATER:
-            self._seconds = self._look()
-            if self._seconds is LATER:
+        if self.seconds is LATER:
+            self.seconds = self.look()
+            if self.seconds is LATER:
                 return LATER
             if resolution.publication is None:
                 return WHEN_QUIET
             if sum(resolution.program.seconds.values()) < _LONG_SECONDS:
                 return SOON
-        seconds = self._seconds
+        seconds = self.seconds
         why_not = ""
         if resolution.publication is not None:
             why_not = archive.publish(resolution.publication)
-        _note(archive, self._name, resolution, self._miss, why_not)
+        _note(archive, self.name, resolution, self.miss, why_not)
         archive.keep_contents()
         if seconds is not None:
             label = resolution.address.label
-            archive.note("executed", self._name, label, seconds={"execute": seconds})
+            archive.note("executed", self.name, label, seconds={"execute": seconds})
         record = resolution.result.record
         if self.verify is None or record is None:
             return None

@@ -55,21 +55,13 @@ class Checks:
     Args:
         spec: the step.
         number: of the step, unique in this process.
-        levels: what the step depends on is forgotten there when it has changed.
+        levels: forget what the step depends on when it has changed.
         miss_log: counts the checks.
-        dispatcher: has to let go of a program that is wrong.
-
-    Attributes:
-        stale: raised by the next call; None where nothing is known to be wrong.
+        dispatcher: drops a program that is wrong.
     """
 
     def __init__(
-        self,
-        spec: StepSpec,
-        number: int,
-        levels: Levels,
-        miss_log: MissLog,
-        dispatcher: Dispatcher,
+        self, spec: StepSpec, number: int, levels: Levels, miss_log: MissLog, dispatcher: Dispatcher
     ):
         self._spec, self._number = spec, number
         self._levels, self._miss_log, self._dispatcher = levels, miss_log, dispatcher
@@ -78,7 +70,7 @@ class Checks:
         self._accepted: dict[Key, dict[str, str]] = {}
         self._calls_until_check = 0
         self._warned = False
-        self.stale: StaleProgramError | None = None
+        self.stale: StaleProgramError | None = None  # To be raised by the next call.
 
     def raise_if_stale(self) -> None:
         """Raises, once, the error that a check in the background has found.
@@ -118,15 +110,12 @@ class Checks:
             raise self._staleness("depends on what changed after it was traced", changes)
         self._accepted[request.key] = dependencies
 
-    # ---- at the next program -------------------------------------------------------------------
-
     def compare(self, cache: ProgramCache, request: Request, resolution: Resolution) -> None:
-        """Warns if a program is no longer what a trace gives, where something has changed since.
+        """Warns if an earlier program is no longer what a trace gives, as something has changed.
 
         Args:
             cache: that the programs are in.
-            request: the call whose program has just come.
-            resolution: that program.
+            request, resolution: the call whose program has just come, and that program.
         """
         with self._lock:
             earlier = [each for each in self._latest if cache.peek(each.request.key) is not None]
@@ -148,17 +137,14 @@ class Checks:
             with self._lock:
                 self._latest.append(lowered)
 
-    # ---- by a trace in the background ----------------------------------------------------------
-
     def verification(
         self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
     ) -> Callable[[float], None]:
         """Traces in the background, to verify a loaded program.
 
         Args:
-            cache: that the program is in.
+            cache, archive: that the program is in, and that it was loaded from.
             request: the call, as `Request.described` gives it.
-            archive: that it was loaded from.
             resolution: the program.
 
         Returns:
@@ -216,9 +202,8 @@ class Checks:
 
     def _is_as_it_was(self, request: Request, record: DependencyRecord) -> bool:
         """Whether what a loaded program depends on has not changed since it was loaded."""
-        return agree(
-            record.dependencies, Lookup(self._spec, request).with_used(record.used).dependencies
-        )
+        found = Lookup(self._spec, request).with_used(record.used)
+        return agree(record.dependencies, found.dependencies)
 
     def _differences(
         self, program: Program, record: DependencyRecord, request: Request
@@ -241,9 +226,7 @@ class Checks:
     def _retraced(self, request: Request, out_tree: Any) -> _Retraced:
         """Traces and lowers a step without any cached trace.
 
-        Args:
-            request: the call.
-            out_tree: the tree of the outputs as it was: another one gives no digest.
+        A tree of outputs other than `out_tree`, as it was, gives no digest.
         """
         token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
         with Undoing() as undoing, undoing:

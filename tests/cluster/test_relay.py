@@ -15,12 +15,12 @@ HOST = "127.0.0.1"
 
 
 def receiver(size):
-    return Relay(HOST, TOKEN, bytearray(size), complete=False)
+    return Relay(HOST, TOKEN, bytearray(size))
 
 
 def test_a_chain_passes_on_while_it_receives():
     data = os.urandom(5_000_000)
-    relays = [Relay(HOST, TOKEN, data, complete=True), *(receiver(len(data)) for _ in range(4))]
+    relays = [Relay(HOST, TOKEN, data), *(receiver(len(data)) for _ in range(4))]
     threads = [
         threading.Thread(target=relay.fetch, args=(before.address, lambda: None))
         for before, relay in zip(relays[::-1][1:], relays[::-1], strict=False)
@@ -35,7 +35,7 @@ def test_a_chain_passes_on_while_it_receives():
 
 
 def test_who_does_not_know_the_token_gets_nothing():
-    relay = Relay(HOST, TOKEN, b"program", complete=True)
+    relay = Relay(HOST, TOKEN, b"program")
     with socket.create_connection(relay.address, 5) as stranger:
         stranger.sendall(b"x" * 32)
         assert stranger.recv(100) == b""
@@ -43,7 +43,7 @@ def test_who_does_not_know_the_token_gets_nothing():
 
 
 def test_what_ends_in_the_middle_is_an_error_down_the_chain():
-    source = Relay(HOST, TOKEN, bytearray(1000), complete=False)  # Of which nothing ever comes.
+    source = Relay(HOST, TOKEN, bytearray(1000))  # Of which nothing ever comes.
     middle, last = receiver(1000), receiver(1000)
     errors = []
 

@@ -336,8 +336,8 @@ if RANK == 0:
 TAMPERED = """
 if RANK == 0:
     relay_of = broadcast.Relay
-    patch(broadcast, Relay=lambda host, token, data, complete: relay_of(
-        host, token, data[:-1] + bytes([data[-1] ^ 1]), complete=complete))
+    patch(broadcast, Relay=lambda host, token, data: relay_of(
+        host, token, data[:-1] + bytes([data[-1] ^ 1])))
 """
 
 

@@ -215,6 +215,14 @@ def test_what_serves_another_key_too_leaves_the_program_that_is_there():
     assert (cache.info().programs, cache.info().evictions) == (2, 0)
 
 
+def test_what_serves_another_key_too_has_two_of_the_oldest_show_their_use():
+    cache, tenants = sc.ProgramCache(max_memory_programs=8), [Tenant() for _ in range(6)]
+    for number, tenant in enumerate(tenants):
+        fill(cache, tenant, number)
+    cache.get_or_build("weak", tenants[-1], lambda: Settling("strong"))
+    assert [tenant.asked for tenant in tenants] == [1, 1, 0, 0, 0, 0]
+
+
 EXIT = """
 import numpy as np, stepcache as sc
 from stepcache.programs.memory import MemoryPrograms

@@ -36,11 +36,10 @@ def merge_lowered(contributions: dict[int, bytes]) -> bytes:
 
 
 def check_lowered(round: Round, label: str, merged: bytes, lowered: Lowered | None) -> None:
-    """Checks that all processes lowered the same program.
+    """Checks that all processes lowered the same program of a step.
 
     Args:
-        round: the agreement round.
-        label: the step, by file and name.
+        round, label: the agreement round, and the step by file and name.
         merged: from `merge_lowered`.
         lowered: by this process; None if it lowered nothing.
 
@@ -76,8 +75,7 @@ def _explain(
 
     Args:
         round: the agreement round.
-        one: the ranks of one side. The first rank of each side sends its program.
-        other: the ranks of the other side.
+        one, other: the ranks of each side, of which the first sends its program.
         own: the program of this process, if it is one of these two.
 
     Returns:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stepcache.distributed.agreement import Round
 from stepcache.errors import first_line
 from stepcache.jaxcompat import storing
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, LookupResult
-from stepcache.programs.pods.lowered import (
-    check_lowered,
-    digest_of_lowered,
-    merge_lowered,
-)
+from stepcache.programs.pods.lowered import check_lowered, digest_of_lowered, merge_lowered
 from stepcache.programs.pods.roles import CallReport, Decision, Roles
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage import plain
@@ -26,30 +22,21 @@ _log = logging.getLogger("stepcache")
 
 @dataclass
 class Part:
-    """The part of one process in a shared compile.
-
-    Attributes:
-        round: the agreement round.
-        decision, roles: of all processes, and of those on this kind of host.
-        report: of this process.
-        levels: of the step.
-        call, lookup, result: as for `Levels.load`.
-        to_compare: whether lowered programs are still to be compared before XLA compiles one.
-    """
+    """The part of one process in a shared compile."""
 
     round: Round
-    decision: Decision
-    roles: Roles
-    report: CallReport
+    decision: Decision  # Of all processes.
+    roles: Roles  # Of those on this kind of host.
+    report: CallReport  # Of this process.
     levels: Levels
     call: MissedCall
     lookup: Lookup
     result: LookupResult
-    to_compare: bool = field(init=False)
 
     def __post_init__(self):
         self.archive, self.stopwatch = self.call.archive, self.call.stopwatch
-        self.to_compare = self.decision.compares_lowered
+        # Whether lowered programs are still to be compared before XLA compiles one.
+        self._is_to_compare = self.decision.compares_lowered
 
     def resolve(self) -> Resolution:
         """Returns the program, once all processes have it."""
@@ -82,9 +69,7 @@ class Part:
         _log.warning(text, self.round.rank, self.report.label, error)
 
     def _trace(
-        self,
-        find: storing.Find | None = None,
-        send: Callable[[Traced], None] = lambda traced: None,
+        self, find: storing.Find | None = None, send: Callable[[Traced], None] = lambda traced: None
     ) -> Resolution:
         self.call.before_trace(self.result)
         sharing = Sharing(find or self.call.find, self._compare_before_xla, send)
@@ -104,8 +89,8 @@ class Part:
         Raises:
             AgreementError: another process lowered another program, or failed.
         """
-        if self.to_compare:
-            self.to_compare = False
+        if self._is_to_compare:
+            self._is_to_compare = False
             said = plain.pack([digest_of_lowered(lowered), first_line(error) if error else ""])
             merged = self.round.merge("lowered", said, merge_lowered)
             if error is None:

@@ -30,16 +30,11 @@ _OF_PROCESS = ("environment argv", "environment python")
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What a call depends on before it is traced, without what may differ between hosts.
+    """What a call depends on before it is traced, without what may differ between hosts."""
 
-    Attributes:
-        call: leaves, shardings, statics, options, settings and flags. They must be the same on all
-            processes.
-        code: the rest: code, closures and globals. If these differ, the step is traced, and the
-            lowered programs are compared.
-    """
-
+    # Leaves, shardings, statics, options, settings and flags: the same on all processes.
     call: dict[str, str]
+    # Code, closures and globals. If they differ, each traces, and lowered programs are compared.
     code: dict[str, str]
 
     @classmethod
@@ -63,29 +58,17 @@ def without_host(dependencies: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What a process contributes to the agreement on a new program. Digests are short.
+    """What a process contributes to the agreement on a new program. Digests are short."""
 
-    Attributes:
-        label: the step, by file and name.
-        call: digest of what must be the same on all processes.
-        code: digest of the other dependencies that are known before a trace.
-        host: digest of the kind of host. Programs are shared among hosts of one kind.
-        directory: identifies the directory of stored programs; empty for none.
-        has_programs: whether that directory holds any program.
-        program: digest of the program in it for this call; empty for none.
-        loads_untraced: whether this process would run that program without a trace.
-        values: digest of the replicated host values; empty if they are unknown.
-    """
-
-    label: str
-    call: str
-    code: str
-    host: str
-    directory: str
-    has_programs: bool
-    program: str
-    loads_untraced: bool
-    values: str
+    label: str  # The step, by file and name.
+    call: str  # Digest of what must be the same on all processes.
+    code: str  # Digest of the other dependencies that are known before a trace.
+    host: str  # Digest of the kind of host. Programs are shared among hosts of one kind.
+    directory: str  # Identifies the directory of stored programs; empty for none.
+    has_programs: bool  # Whether that directory holds any program.
+    program: str  # Digest of the program in it for this call; empty for none.
+    loads_untraced: bool  # Whether this process would run that program without a trace.
+    values: str  # Digest of the replicated host values; empty if they are unknown.
 
     def packed(self) -> bytes:
         return plain.pack(astuple(self))
@@ -116,48 +99,31 @@ class CallReport:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who does what for a new program, on the hosts of one kind.
+    """Who does what for a new program, on the hosts of one kind."""
 
-    Attributes:
-        leader: the rank that sends the program to the others. The lowest one that has it on disk,
-            or else the lowest one.
-        builds: whether the leader has to build it.
-        code: digest of the leader's dependencies.
-        program: digest of the leader's stored program; empty if it builds one.
-        followers: how many ranks receive the program.
-        asked: ranks that look for the executable on their disks before the leader compiles it; one
-            for each directory, and only a few.
-    """
-
+    # Sends the program to the others: the lowest rank that has it on disk, or else the lowest.
     leader: int
-    builds: bool
-    code: str
-    program: str
-    followers: int
+    builds: bool  # Whether the leader has to build it.
+    code: str  # Digest of the leader's dependencies.
+    program: str  # Digest of the leader's stored program; empty if it builds one.
+    followers: int  # How many ranks receive the program.
+    # Ranks that look for the executable on their disks before the leader compiles it; one for each
+    # directory, and only a few.
     asked: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from the reports of all processes; the same on all of them.
+    """What follows from the reports of all processes; the same on all of them."""
 
-    Attributes:
-        calls: label and ranks, as spans, of each different call; more than one is an error.
-        values: ranks with different host values, as spans.
-        knows_values: whether all processes reported their host values.
-        compares_lowered: whether lowered programs are compared before XLA compiles them.
-        shares_directory: whether all processes use one directory.
-        first: the lowest rank.
-        roles: by kind of host.
-    """
-
+    # Label and ranks, as spans, of each different call; more than one is an error.
     calls: list[tuple[str, list[list[int]]]]
-    values: Differing
-    knows_values: bool
-    compares_lowered: bool
-    shares_directory: bool
-    first: int
-    roles: dict[str, Roles]
+    values: Differing  # Ranks with different host values, as spans.
+    knows_values: bool  # Whether all processes reported their host values.
+    compares_lowered: bool  # Whether lowered programs are compared before XLA compiles them.
+    shares_directory: bool  # Whether all processes use one directory.
+    first: int  # The lowest rank.
+    roles: dict[str, Roles]  # By kind of host.
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Decision:

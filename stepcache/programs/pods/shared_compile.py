@@ -35,10 +35,8 @@ def resolve_together(
     """Resolves a miss together with the other processes of a pod.
 
     Args:
-        levels: of the step.
-        spec: the step.
-        call: the call.
-        peers: the processes.
+        levels, spec: of the step.
+        call, peers: the call and the processes.
         reason: why the call needs a new program, in one line.
 
     Raises:
