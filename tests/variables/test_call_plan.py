@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -438,50 +437,6 @@ def test_outputs_beside_the_carry_come_as_they_are(count, entered):
         assert state.version == calls
         assert [float(each) for each in rest] == [1.0 + n for n in range(count)]
     assert len(entered) == 1
-
-
-def is_free(variables):
-    if is_free := variables._lock.acquire(timeout=5):
-        variables._lock.release()
-    return is_free
-
-
-@pytest.mark.parametrize("count", [1, 9])
-def test_a_planned_call_that_is_interrupted_anywhere_keeps_the_value(count):
-    """Interrupts come after calls of functions: here after each of them in turn."""
-    several = [sc.Variables(ramp(0)) for _ in range(count)]
-    step = sc.step(lambda several, x: (up(several), x.sum()), carry="several")
-    for _ in range(2):
-        step(several, jnp.ones(3))
-    interrupts = 0
-    while True:
-        left = interrupts
-        batch = jnp.ones(3)
-        kept = weakref.ref(batch)
-
-        def interrupt(frame, event, _):
-            nonlocal left
-            if event == "c_return" and frame.f_code.co_name == "plan":
-                left -= 1
-                if left < 0:
-                    raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
-        try:
-            step(several, batch)
-            break
-        except KeyboardInterrupt:
-            interrupts += 1
-        finally:
-            sys.setprofile(None)
-            del batch
-        gc.collect()
-        assert kept() is None
-        for each in several:
-            assert float(each.value["b"]) == each.value["w"][0] == each.version
-        with ThreadPoolExecutor(1) as another_thread:
-            assert all(another_thread.map(is_free, several))
-    assert interrupts
 
 
 def test_a_planned_step_that_is_cleared_builds_anew(entered):
