@@ -52,9 +52,11 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
             alive.has_global_arguments = True
             try:
                 args, kwargs = whole
+                dispatcher = alive.dispatcher
                 if alive.is_over_buffers:
-                    args, kwargs = bare(args, kwargs, alive.spec.parameters.roles)
-                return alive.dispatcher.call(*args, **kwargs), None, False
+                    form, args, kwargs = bare(args, kwargs, alive.spec.parameters.roles)
+                    dispatcher = dispatcher.bound(form)
+                return dispatcher.call(*args, **kwargs), None, False
             finally:
                 alive.has_global_arguments = False
     if alive.is_planned():

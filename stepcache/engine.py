@@ -73,9 +73,7 @@ class Engine:
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(dispatcher_calls.serve, self._weakly, spec.jitted)
         eager = dispatcher_calls.eagerly(self._weakly, spec.fun)
-        roles = spec.parameters.roles
-        roles = roles.after_a_static_one() if is_over_buffers else roles
-        self.dispatcher = Dispatcher(eager, spec.name, miss, roles)
+        self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
         call = self.dispatcher.call
         self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
         self.resident_calls = ResidentCalls(

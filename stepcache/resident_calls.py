@@ -15,6 +15,7 @@ from stepcache.calls.residence import Use, check_budget
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
 from stepcache.distributed.hang_report import CallCount
+from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.miss_log import MissLog
 from stepcache.variables.checkpoint_items import locked
 
@@ -70,10 +71,11 @@ class ResidentCalls:
                 check_budget(scope, self.spec.name, request, use)
             before, _admitted.engine = getattr(_admitted, "engine", None), engine
             try:
-                args, kwargs = bare(*use.taken(), self.spec.parameters.roles)
-                outputs = engine.dispatcher.call(*args, **kwargs)
+                form, args, kwargs = bare(*use.taken(), self.spec.parameters.roles)
+                dispatcher = engine.dispatcher.bound(form)
+                outputs = dispatcher.call(*args, **kwargs)
                 written = use.written(outputs)
-                self._plan(scope, use, args[0], outputs)
+                self._plan(scope, use, form, outputs, dispatcher)
                 return written
             finally:
                 _admitted.engine = before
@@ -81,7 +83,9 @@ class ResidentCalls:
                     self.miss_log.count(moved_bytes=moved)
                     use.meter.emit(self.spec.name)
 
-    def _plan(self, scope: Scope, use: Use, form: Form, outputs: Any) -> None:
+    def _plan(
+        self, scope: Scope, use: Use, form: Form, outputs: Any, dispatcher: Dispatcher
+    ) -> None:
         """Has the next calls like this one served by a plan; it counts no calls."""
         serve_by = self.serve_by()
         if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
@@ -91,7 +95,7 @@ class ResidentCalls:
         if scope.check_replicas_every:
             plan = self._plans.stop()
         else:
-            plan = self._plans.add(use, form, outputs, self.engine.dispatcher.call)
+            plan = self._plans.add(use, form, outputs, dispatcher)
         if plan is not None:
             self.call_count.is_whole = False
             serve_by(plan)

@@ -3,15 +3,16 @@
 Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
 function written for these, as `dataclasses` writes methods: it checks that they are the same
 objects, gives their buffers to JAX's dispatcher, and puts back what comes out of it. A call costs
-about 1 µs more than that of `jax.jit`; to find the variables again would cost ten times as
-much.
+about 0.6 µs more than that of `jax.jit`; to find the variables again would cost ten times as much.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import keyword
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,33 +28,50 @@ from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
-_TEMPLATE = """
+_PLAN = """
 def plan({parameters}*args, **kwargs):
     if {checks}:
-        with {locks}:  # No interrupt comes after a lock is taken and before it is sure to be freed.
-            out = NOT_A_HIT
-            try:
-                {take}  # Until the end: to free buffers may let another thread look.
-                # No interrupt comes between what JAX returns and the name `out`, as after a call.
-                for out in starmap(call, ((form, {arguments}),)):
-                    if {expected}:
-                        {put}
-                        return {outputs}
-                    if out is not NOT_A_HIT:
-                        return put_back(out, carried(({given}), kwargs), write)
-            except (RuntimeError, ValueError) as error:
-                if "deleted" not in str(error):  # The usual way says what is.
-                    raise
-            except BaseException:
-                if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
-                    put_back(out, carried(({given}), kwargs), write)
-                raise
-            finally:
-                {forget}  # The buffers that were passed by name.
+{locked}
     return other(*given({given}), *args, **kwargs)
 """
+# As `with` a lock does, in less time: `taking` calls `acquire`, and no interrupt comes between that
+# and `try`.
+_LOCKED = """\
+for _ in taking{n}:
+    try:
+{body}
+    finally:
+        release{n}()
+    break
+"""
+_BODY = """\
+out = NOT_A_HIT
+try:
+    {take}  # Until the end: to free buffers may let another thread look.
+    waiting.append(({arguments}))
+    # No interrupt comes between what JAX returns and the name `out`, as after a call.
+    for out in served:
+        if {expected}:
+            {put}
+            return {outputs}
+        if out is not NOT_A_HIT:
+            return put_back(out, carried(({given}), kwargs), write)
+        break
+except (RuntimeError, ValueError) as error:
+    waiting.clear()
+    if "deleted" not in str(error):  # The usual way says what is.
+        raise
+except BaseException:
+    waiting.clear()
+    if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
+        put_back(out, carried(({given}), kwargs), write)
+    raise
+finally:
+    {forget}  # The buffers that were passed by name.
+"""
 _PLANS_PER_STEP = 8
-_NESTED = 12  # Python nests no more than 20 blocks.
+_NESTED = 7  # Python nests no more than 20 blocks, of which each lock takes two.
+_FEW = 8  # Outputs that are named one by one, as to slice them takes time.
 _NOT_GIVEN = object()
 
 
@@ -83,17 +101,15 @@ class CallPlans:
             was_stopped, self._is_stopped = self._is_stopped, True
         return None if was_stopped else self._dispatch
 
-    def add(
-        self, use: Use, form: Form, outputs: Any, call: Callable[..., Any]
-    ) -> Callable[..., Any] | None:
+    def add(self, use: Use, form: Form, outputs: Any, dispatcher: Any) -> Callable[..., Any] | None:
         """Makes a plan for calls that pass the same `Variables` in the same places.
 
         Args:
             use: the variables of such a call.
             form: what its program's arguments were.
             outputs: what its program returned, with a tuple of buffers for each value.
-            call: takes that form and tuples of buffers, runs the step over them, and gives
-                `NOT_A_HIT` where it would enter Python.
+            dispatcher: the `Dispatcher` of that form. Its `call` takes tuples of buffers, runs the
+                step over them, and gives `NOT_A_HIT` where it would enter Python.
 
         Returns:
             What is to serve all calls of the step now; None where that stays as it is: there is a
@@ -102,12 +118,12 @@ class CallPlans:
         """
         if not all(each._master.is_resident for each in use.variables):
             return None
-        names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT, "call": call}
+        names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT}
+        names |= {"dispatcher": dispatcher, "call": dispatcher.call}
         names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
-        names |= {"carried": functools.partial(carried, self._spec), "form": form}
-        names |= {"starmap": itertools.starmap, "locked": locked}
+        names |= {"carried": functools.partial(carried, self._spec), "locked": locked}
         try:
-            source = _source(use, form, outputs, names)
+            source = _Source(use, form, outputs, names).text
         except _Unplanned:
             return None
         constants = [value for name, value in names.items() if name.startswith("key")]
@@ -119,6 +135,7 @@ class CallPlans:
                 self._known, self._newest = set(), self._dispatch
             self._known.add(key)
             names["other"] = self._newest
+            _add_call(names)
             _add_variables(names, use.variables)
             exec(_compiled(source), names)
             self._newest = functools.update_wrapper(names.pop("plan"), self._newest)
@@ -131,6 +148,15 @@ def _compiled(source: str) -> CodeType:
     return compile(source, f"{__file__}:plan", "exec")
 
 
+def _add_call(names: dict[str, Any]) -> None:
+    """Adds an iterator without end, which gives what `call` returns for the last of `waiting`.
+
+    One that is made for each call takes more time. `waiting` is empty but for an instant.
+    """
+    names["waiting"] = waiting = collections.deque()
+    names["served"] = itertools.starmap(names["call"], iter(waiting.pop, ()))
+
+
 def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> None:
     """Adds what a plan uses of its variables."""
     for n, each in enumerate(variables):
@@ -139,7 +165,8 @@ def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> Non
         names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
         names[f"master{n}"] = each._master
         names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
-        names[f"lock{n}"] = each._lock
+        names[f"taking{n}"] = iter(each._lock.acquire, False)
+        names[f"release{n}"] = each._lock.release
 
 
 def _forget(names: dict[str, Any], master: str, _: Any) -> None:
@@ -151,81 +178,90 @@ def _write(each: Variables, buffers: tuple) -> None:
     each._master.write(Packed(each._layout, buffers))
 
 
-def _source(use: Use, form: Form, outputs: Any, names: dict[str, Any]) -> str:
-    """The source code of a plan; its constants are added to `names`."""
-    (args, kwargs), numbers = use.given, range(len(use.variables))
-    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
-        raise _Unplanned
-    positional = [f"a{position}" for position in range(len(args))]
-    checks = ["not args", f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs"]
-    if args:
-        checks.append(f"{positional[-1]} is not NOT_GIVEN")
-    number_of = {id(each): number for number, each in enumerate(use.variables)}
-    local: dict[int, str] = {}  # The local name of each, once it is known that it is there.
+class _Source:
+    """The source code of a plan, as `text`; its constants are added to `names`."""
 
-    def taken(where: str, each: Variables) -> tuple[str, str]:
-        number = number_of[id(each)]
-        if number in local:
-            return f"{where} is {local[number]}", "()"
-        local[number] = where
-        if where not in positional:  # Somebody else may change the tree meanwhile.
-            local[number] = f"v{number}"
-            return (
-                f"(v{number} := known{number}()) is not None and {where} is v{number}",
-                f"k{number}",
-            )
-        # A reference to variables that are gone gives None.
-        return f"{where} is known{number}() and {where} is not None", f"k{number}"
+    def __init__(self, use: Use, form: Form, outputs: Any, names: dict[str, Any]):
+        args, kwargs = use.given
+        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
+            raise _Unplanned
+        self._number_of = {id(each): number for number, each in enumerate(use.variables)}
+        self._positional = [f"a{position}" for position in range(len(args))]
+        # The local name of each, once it is known that it is there.
+        self._local: dict[int, str] = {}
+        self._put: list[str] = []
+        checks = [f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs", "not args"]
+        arguments: dict[int | str, str] = {}
+        for key, argument in use.arguments_in_turn():
+            where = f"kwargs[{key!r}]" if isinstance(key, str) else self._positional[key]
+            if isinstance(key, str):
+                checks.append(f"{key!r} in kwargs")
+            arguments[key] = _rebuilt(where, argument, self._taken, checks, names)
+        if args and arguments[len(args) - 1] == self._positional[-1]:  # Not checked yet.
+            checks.append(f"{self._positional[-1]} is not NOT_GIVEN")
+        passed = [arguments[key] for key in (*range(len(args)), *form.by_position)]
+        by_name = [name for name in kwargs if name not in form.by_position]
+        if by_name:
+            names["call"] = named = functools.partial(names["call"], **dict.fromkeys(by_name))
+            names["named"] = named.keywords
+        expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
+        returned = "out"
+        if use.carried:
+            returned = _returned(outputs, use.carry, self._written, expected, names)
+        given = "".join(f"{name}, " for name in self._positional)
+        take = [_take(n, n < use.carried) for n in range(len(use.variables))]
+        body = _BODY.format(
+            take="; ".join(take + [f"named[{name!r}] = {arguments[name]}" for name in by_name]),
+            arguments="".join(f"{each}, " for each in passed),
+            expected=" and ".join(expected),
+            put="; ".join(self._put) or "pass",
+            outputs=returned,
+            given=given,
+            forget="; ".join(f"named[{name!r}] = None" for name in by_name) or "pass",
+        )
+        parameters = "".join(f"{name}=NOT_GIVEN, " for name in self._positional)
+        self.text = _PLAN.format(
+            parameters=parameters + "/, " * bool(args),
+            checks=" and ".join(checks),
+            locked=textwrap.indent(_locked(use, body), " " * 8),
+            given=given,
+        )
 
-    arguments: dict[int | str, str] = {}
-    for key, argument in use.arguments_in_turn():
-        where = f"kwargs[{key!r}]" if isinstance(key, str) else positional[key]
-        if isinstance(key, str):
-            checks.append(f"{key!r} in kwargs")
-        arguments[key] = _rebuilt(where, argument, taken, checks, names)
-    passed = [arguments[key] for key in (*range(len(args)), *form.by_position)]
-    by_name = [name for name in kwargs if name not in form.by_position]
-    if by_name:
-        names["call"] = named = functools.partial(names["call"], **dict.fromkeys(by_name))
-        names["named"] = named.keywords
+    def _taken(self, where: str, each: Variables) -> tuple[str, str]:
+        number = self._number_of[id(each)]
+        if number in self._local:
+            return f"{where} is {self._local[number]}", "()"
+        self._local[number] = where
+        if where in self._positional:  # A reference to variables that are gone gives None.
+            return f"{where} is known{number}() and {where} is not None", f"k{number}"
+        self._local[number] = name = f"v{number}"  # Somebody else may change the tree meanwhile.
+        check = f"({name} := known{number}()) is not None and {where} is {name}"
+        return check, f"k{number}"
 
-    put: list[str] = []
-
-    def written(where: str, each: Variables) -> tuple[str, str]:
-        number = number_of[id(each)]
-        put.append(f"p{number}.buffers = {where}; master{number}.version += 1")
+    def _written(self, where: str, each: Variables) -> tuple[str, str]:
+        number = self._number_of[id(each)]
+        new = f"b{number}"
+        self._put.append(f"p{number}.buffers = {new}; master{number}.version += 1")
         # Else it may be something else that is a tuple: the carry where it comes not alone.
-        first = f"type({where}[0]) is type{number}" if each._layout.buffers else f"not {where}"
-        return f"type({where}) is tuple and {first}", local[number]
+        first = f"type({new}[0]) is type{number}" if each._layout.buffers else f"not {new}"
+        return f"type({new} := {where}) is tuple and {first}", self._local[number]
 
-    expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
-    returned = "out"
-    if use.carried:
-        returned = _returned(outputs, use.carry, written, expected, names)
-    in_order = sorted(numbers, key=lambda n: use.variables[n]._number)
-    locks = ", ".join(f"lock{n}" for n in in_order[:_NESTED])
-    if len(in_order) > _NESTED:
-        locks += f", locked([{', '.join(f'known{n}()' for n in in_order[_NESTED:])}])"
-    return _TEMPLATE.format(
-        parameters="".join(f"{name}=NOT_GIVEN, " for name in positional) + "/, " * bool(args),
-        given="".join(f"{name}, " for name in positional),
-        checks=" and ".join(checks),
-        locks=locks,
-        take="; ".join(
-            [
-                f"p{n} = master{n}.packed; k{n} = p{n}.buffers"
-                if n < use.carried
-                else f"k{n} = master{n}.packed.buffers"
-                for n in numbers
-            ]
-            + [f"named[{name!r}] = {arguments[name]}" for name in by_name]
-        ),
-        arguments=", ".join(passed),
-        expected=" and ".join(expected),
-        put="; ".join(put) or "pass",
-        outputs=returned,
-        forget="; ".join(f"named[{name!r}] = None" for name in by_name) or "pass",
-    )
+
+def _take(number: int, is_carried: bool) -> str:
+    if is_carried:
+        return f"p{number} = master{number}.packed; k{number} = p{number}.buffers"
+    return f"k{number} = master{number}.packed.buffers"
+
+
+def _locked(use: Use, body: str) -> str:
+    """A body that runs under the locks of the variables, in their order."""
+    in_order = sorted(range(len(use.variables)), key=lambda n: use.variables[n]._number)
+    if rest := in_order[_NESTED:]:
+        known = ", ".join(f"known{n}()" for n in rest)
+        body = f"with locked([{known}]):\n{textwrap.indent(body, ' ' * 4)}"
+    for n in reversed(in_order[:_NESTED]):
+        body = _LOCKED.format(n=n, body=textwrap.indent(body, " " * 8))
+    return body
 
 
 def _returned(
@@ -246,7 +282,9 @@ def _returned(
         raise _Unplanned
     expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
     news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in enumerate(carry)]
-    rest = [f"*out[{len(carry)}:]"] if len(outputs) > len(carry) else []
+    rest = [f"out[{i}]" for i in range(len(carry), len(outputs))]
+    if len(rest) > _FEW:
+        rest = [f"*out[{len(carry)}:]"]
     return _sequence(kind, news + rest)
 
 

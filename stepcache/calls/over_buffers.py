@@ -139,8 +139,7 @@ def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
 class Form:
     """Where a call over buffers has which stand-ins, for a call that passes bare tuples.
 
-    JAX's dispatcher takes it for a static argument, compared by identity: `bare` makes one object
-    of equal ones.
+    Each has a dispatcher of its own: `bare` makes one object of equal ones.
     """
 
     # Position or name of each argument with stand-ins, its structure, and for each leaf the layout
@@ -178,10 +177,10 @@ def _opened(kind: Layout | Again | None, given: Any) -> Any:
 
 def bare(
     args: Sequence[Any], kwargs: dict[str, Any], roles: jaxcompat.ArgumentRoles
-) -> tuple[tuple, dict[str, Any]]:
+) -> tuple[Form, tuple, dict[str, Any]]:
     """The arguments with tuples of buffers for stand-ins, which JAX reads sooner than `Packed`.
 
-    The first one is the `Form` that opens them again.
+    Returns the `Form` that opens them again, and these arguments.
     """
     places = []
 
@@ -201,7 +200,7 @@ def bare(
         by_position = tuple(sorted(kwargs.keys() - set(roles.static_argnames)))
     form = _form_of(tuple(places), by_position)
     given = [closed_kwargs.pop(name) for name in by_position]
-    return (form, *closed_args, *given), closed_kwargs
+    return form, (*closed_args, *given), closed_kwargs
 
 
 def shapes_in(outputs: Any) -> Any:

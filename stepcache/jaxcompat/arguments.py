@@ -31,11 +31,6 @@ class ArgumentRoles(NamedTuple):
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
 
-    def after_a_static_one(self) -> ArgumentRoles:
-        """The same for calls that pass another static argument first."""
-        later = (number + 1 if number >= 0 else number for number in self.static_argnums)
-        return self._replace(static_argnums=(0, *later))
-
 
 def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> ArgumentRoles:
     """Which arguments are static, by number and by name."""

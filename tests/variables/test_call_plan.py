@@ -425,3 +425,28 @@ def test_random_keys_are_served_by_a_plan(first, entered):
     assert len(entered) == 1
     assert state.value["k"].dtype == tree["k"].dtype
     np.testing.assert_array_equal(*map(jax.random.key_data, (state.value["k"], expected["k"])))
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 20])
+def test_outputs_beside_the_carry_come_as_they_are(count, entered):
+    step = sc.step(lambda state, x: (up(state), *(x + n for n in range(count))), carry="state")
+    state = sc.Variables(ramp(0))
+    for calls in range(1, 4):
+        same, *rest = step(state, 1.0)
+        assert same is state
+        assert state.version == calls
+        assert [float(each) for each in rest] == [1.0 + n for n in range(count)]
+    assert len(entered) == 1
+
+
+def test_a_planned_step_that_is_cleared_builds_anew(entered):
+    step = sc.step(one, carry="state")
+    state = sc.Variables(ramp(0))
+    for _ in range(3):
+        step(state)
+    step.clear_cache()
+    for _ in range(2):
+        step(state)
+    assert step.stats().compiles == 2
+    assert len(entered) == 2
+    assert state.version == 5

@@ -1,9 +1,14 @@
 """A call that Ctrl-C interrupts writes what its program returned: what it took is gone by then."""
 
+import gc
 import signal
+import sys
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,3 +94,47 @@ def test_a_call_that_is_interrupted_while_it_waits_lets_go_of_the_others(
     assert found == [True] * count
     step(several)
     assert [each.version for each in several] == [version + 1 for version in versions]
+
+
+def is_free(variables):
+    if is_free := variables._lock.acquire(timeout=5):
+        variables._lock.release()
+    return is_free
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_planned_call_that_is_interrupted_anywhere_keeps_the_value(count):
+    """Interrupts come after calls of functions: here after each of them in turn."""
+    several = [sc.Variables(np.zeros(3, np.float32)) for _ in range(count)]
+    step = sc.step(added, carry="params")
+    for _ in range(2):
+        step(several, jnp.ones(3))
+    interrupts = 0
+    while True:
+        left = interrupts
+        batch = jnp.ones(3)
+        kept = weakref.ref(batch)
+
+        def interrupt(frame, event, _):
+            nonlocal left
+            if event == "c_return" and frame.f_code.co_name == "plan":
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            step(several, batch)
+            break
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.setprofile(None)
+            del batch
+        gc.collect()
+        assert kept() is None
+        for each in several:
+            assert each.value[0] == each.version
+        with ThreadPoolExecutor(1) as another_thread:
+            assert all(another_thread.map(is_free, several))
+    assert interrupts
