@@ -56,7 +56,7 @@ class Writer:
 
     def send(self, sequence):
         mode, ids, rows = self.writes[sequence - 1]
-        types = self.kind.update_types(ids.size) if mode == "rows" else []
+        types = self.kind.update_layout(ids.size).types if mode == "rows" else []
         payload = np.zeros(BlockLayout(types).size_bytes, np.uint8)
         if types:
             BlockLayout(types).fill(payload, [ids, rows])
