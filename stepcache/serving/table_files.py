@@ -9,8 +9,9 @@ the rows of the last one are merged into the files, so that the next one need no
 snapshots that are kept are consistent with the files, except while the next one is being written.
 Merging is idempotent: after a crash in the middle of it, the same snapshot repairs the files.
 
-The files of a table that is opened are read into free memory in the background. Otherwise each page
-would be read when one of its rows is first looked up, while all clients wait.
+The files of a table that is opened are read into memory in the background, if they take at most a
+quarter of what is available. Otherwise each page is read when one of its rows is first looked up,
+while all clients wait.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ class TableFiles:
             self._mapped[key].append(_Mapped(mapped, _size_bytes(shape[1:], dtype)))
         paths = [self._directory / key / f"{name}.npy" for name in arrays]
         size_bytes = sum(each.nbytes for each in arrays.values())
-        if _AHEAD_BYTES < size_bytes <= _available_bytes() // 2:
+        if _AHEAD_BYTES < size_bytes <= _available_bytes() // 4:
             reading = threading.Thread(target=_read_into_memory, args=[paths], daemon=True)
+            reading.name = "stepcache tables"
             with contextlib.suppress(RuntimeError):  # The process is about to end.
                 reading.start()
         return arrays

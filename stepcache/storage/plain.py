@@ -81,10 +81,7 @@ def _check_of_dataclass(kind: Any) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         if type(value) is not kind or [*map(type, plain_fields(value))] != types:
             return False
-        for name, fits_field in checks:
-            if not fits_field(getattr(value, name)):
-                return False
-        return True
+        return all(fits_field(getattr(value, name)) for name, fits_field in checks)
 
     return check
 
