@@ -28,6 +28,7 @@ _CONNECT_SECONDS = 10.0
 _WAITING_TO_CONNECT = 1024
 _SPIN_SECONDS = 200e-6
 """Time for which a reader polls before it sleeps: to be woken would take about as long."""
+_SLICE_SECONDS, _BUSY_SECONDS = 1e-3, 0.1
 _NO_MORE_FILES, _FULL_SECONDS = (errno.EMFILE, errno.ENFILE), 0.02
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNK_BYTES = 1 << 22
@@ -77,7 +78,7 @@ class Channel(Generic[T]):
         if made.family != socket.AF_UNIX:
             _set_options(made)
         self._decode, self._key = decode, key
-        self._socket = made
+        self._socket, self._spin = made, _Spin()
         self._received, self._unsent = bytearray(), bytearray()
         self._chunk_bytes = _CHUNK_BYTES
 
@@ -173,7 +174,7 @@ class Channel(Generic[T]):
         mask = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
         mask = select.POLLOUT if to_send else mask
         waiting.register(self._socket, mask)
-        if not _spun(lambda: waiting.poll(0)):
+        if not self._spin(lambda: waiting.poll(0)):
             waiting.poll(None if seconds is None else 1000 * seconds)
 
     def close(self, *, for_all: bool = True) -> None:
@@ -198,7 +199,7 @@ class Channels(Generic[C]):
         self._listener, self._make = listener, make
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._is_busy = False
+        self._is_busy, self._spin = False, _Spin()
 
     def received(self, seconds: float) -> Iterator[tuple[C, Any]]:
         """Waits for messages, and sends what is kept.
@@ -210,7 +211,7 @@ class Channels(Generic[C]):
             Each message with its channel. In place of a message an error, after which the channel
             has to be closed: `MalformedMessageError`, or `OSError` where the other end is closed.
         """
-        found = _spun(lambda: self._selector.select(0)) if self._is_busy else []
+        found = self._spin(lambda: self._selector.select(0)) if self._is_busy else []
         found = found or self._selector.select(seconds)
         self._is_busy = bool(found)
         for key, _ in found:
@@ -259,12 +260,29 @@ class Channels(Generic[C]):
         self._selector.close()
 
 
-def _spun(poll: Callable[[], list[Any]]) -> list[Any]:
-    """Polls for a short time, and lets others run meanwhile. Returns what was found."""
-    until = time.perf_counter() + _SPIN_SECONDS
-    while not (found := poll()) and time.perf_counter() < until:
-        os.sched_yield()
-    return found
+class _Spin:
+    """Polls for a short time before its user sleeps, and lets others run meanwhile.
+
+    It stops for a while when another program has taken a time slice: a thread that yields gets its
+    next turn after all others, and one that is woken gets it before them.
+    """
+
+    def __init__(self):
+        self._begins = 0.0
+
+    def __call__(self, poll: Callable[[], list[Any]]) -> list[Any]:
+        """Returns what was found; an empty list for nothing."""
+        now = time.perf_counter()
+        if now < self._begins:
+            return []
+        until = now + _SPIN_SECONDS
+        while not (found := poll()) and now < until:
+            before = now
+            os.sched_yield()
+            now = time.perf_counter()
+            if now - before > _SLICE_SECONDS:
+                self._begins = now + _BUSY_SECONDS
+        return found
 
 
 def _set_options(made: socket.socket) -> None:

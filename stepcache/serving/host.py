@@ -28,7 +28,6 @@ from stepcache.serving.messages import (
     DescribeRequest,
     Joined,
     JoinRequest,
-    LeafType,
     MalformedMessageError,
     ReadRequest,
     RefusalError,
@@ -324,7 +323,8 @@ class Host:
             value, state = rule.update(held.layout.views(held.value.data), before, update)
         except Exception as error:
             raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
-        return self._filled(held.layout.types, value), self._filled(held.state_types, state)
+        state_layout = BlockLayout(held.state_types)
+        return self._filled(held.layout, value), self._filled(state_layout, state)
 
     def _with_rule(self, name: str, held: HeldVariables, sent: bytes) -> HeldVariables:
         """Returns variables with this optimizer.
@@ -342,7 +342,7 @@ class Host:
                 leaves = [old if np.array_equal(was, new) else new for old, was, new in rows]
         except Exception as error:
             raise RefusalError("failed", f"the optimizer of {name} failed: {error}") from None
-        state = self._filled(rule.state_types, leaves)
+        state = self._filled(BlockLayout(rule.state_types), leaves)
         return replace(held, rule=sent, state=state, state_types=rule.state_types)
 
     def _rule(self, sent: bytes) -> ExportedRule:
@@ -356,8 +356,7 @@ class Host:
         bulk.copy(payload, block.data)
         return block
 
-    def _filled(self, types: Sequence[LeafType], leaves: Sequence[Any]) -> Block:
-        layout = BlockLayout(types)
+    def _filled(self, layout: BlockLayout, leaves: Sequence[Any]) -> Block:
         block = self._allocate(layout.size_bytes)
         layout.fill(block.data, leaves)
         return block

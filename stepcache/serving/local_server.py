@@ -97,10 +97,12 @@ class LocalServer:
         try:
             while not self._stopping.is_set():
                 timeout = TEND_SECONDS if self._durable.is_waiting else self._idle_seconds
+                is_tended = False
                 for channel, found in self._channels.received(timeout):
-                    self._attend(channel, found)
-                with self.lock:
-                    self._durable.tend()
+                    is_tended |= self._attend(channel, found)
+                if not is_tended:
+                    with self.lock:
+                        self._durable.tend()
                 if time.monotonic() > swept + _SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
@@ -111,21 +113,25 @@ class LocalServer:
         """Makes `run` and `serve` return. Signal handlers and other threads may call it."""
         self._stopping.set()
 
-    def _attend(self, channel: _Channel, found: list[bytes] | Exception) -> None:
-        """Serves a request, or closes the connection that has ended with an error."""
+    def _attend(self, channel: _Channel, found: list[bytes] | Exception) -> bool:
+        """Serves a request, or closes the connection that has ended with an error.
+
+        Returns whether it has tended the durable host too.
+        """
         with self.lock:
             if self._stopping.is_set():
-                return
+                return False
             if isinstance(found, list):
                 self._serve(channel, found)
                 self._durable.tend()
-                return
+                return True
             if isinstance(found, MalformedMessageError):
                 self._durable.refuse_malformed(found)
             # Its client does not read the blocks of replies any more.
             for client in [name for name, each in self._sent.items() if each.channel is channel]:
                 del self._sent[client]
         self._channels.close_one(channel)
+        return False
 
     def _serve(self, channel: _Channel, frames: list[bytes]) -> None:
         started = time.perf_counter()

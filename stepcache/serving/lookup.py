@@ -187,19 +187,18 @@ class Table(Holder):
     def _different(self, ids: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the different ids in order, and for each id its position among them."""
         array, count = np.asarray(ids), self._type.rows
-        is_legal, got = not array.size, f"{array.dtype}{list(array.shape)}"
-        if array.size and array.dtype.kind in "iu":
-            least, most = array.min(), array.max()
-            is_legal = bool(least >= 0 and most < count)
-            got = f"{array.dtype} from {least} to {most}"
-        if not is_legal:
+        are_integers = array.dtype.kind in "iu"
+        different, index = np.unique(array if are_integers else array[:0], return_inverse=True)
+        if array.size and not (are_integers and different[0] >= 0 and different[-1] < count):
+            got = f"{array.dtype}{list(array.shape)}"
+            if are_integers:
+                got = f"{array.dtype} from {different[0]} to {different[-1]}"
             raise VariablesError(
                 "an id is out of range, or no integer",
                 where=self.name,
                 expected=f"integers from 0 to {count - 1}",
                 got=got,
             )
-        different, index = np.unique(array, return_inverse=True)
         return different.astype(np.int64), index.reshape(array.shape).astype(np.int32)
 
     def push(self, rows: Rows, update: Any) -> None:
@@ -266,7 +265,7 @@ class Table(Holder):
         kept: set[int] = set()  # Hosts.
 
         def write(host: int, at: Any, numbers: np.ndarray) -> None:
-            layout = BlockLayout(self._type.update_types(numbers.size))
+            layout = self._type.update_layout(numbers.size)
             on_kept = functools.partial(kept.add, host)
             row = (self.name, "rows", layout, [numbers, update[at]])
             self._hosts.clients[host].write(*row, on_kept=on_kept)

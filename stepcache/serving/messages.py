@@ -88,6 +88,10 @@ class BlockLayout:
                 raise MalformedMessageError(f"{path}: a value of more than {MAX_BLOCK_BYTES} bytes")
         self.size_bytes = offset
 
+    def has(self, types: Sequence[LeafType]) -> bool:
+        """Returns whether these are its types."""
+        return [*map(tuple, types)] == self.types
+
     def views(self, data: np.ndarray) -> list[np.ndarray]:
         """Returns the leaves of a block as views of its bytes."""
         return [

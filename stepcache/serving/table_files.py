@@ -8,16 +8,22 @@ Snapshots and images hold the rows that are not in the files. Before the next sn
 the rows of the last one are merged into the files, so that the next one need not hold them. Both
 snapshots that are kept are consistent with the files, except while the next one is being written.
 Merging is idempotent: after a crash in the middle of it, the same snapshot repairs the files.
+
+The files of a table that is opened are read into memory in the background, if they take at most a
+quarter of what is available. Otherwise each page is read when one of its rows is first looked up,
+while all clients wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +36,8 @@ from stepcache.storage.private_files import listed, remove, replace_file, sync, 
 _HEADER_BYTES = 4096  # So that rows begin on a page.
 _WITHOUT_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 _MOMENT = "moment"
+_AHEAD_BYTES = 128 << 10  # Of a longer range, the kernel may read no more at a time.
+_MEMORY = Path("/proc/meminfo")
 
 
 class _Mapped(NamedTuple):
@@ -97,6 +105,13 @@ class TableFiles:
             count = _size_bytes(shape, dtype) // dtype.itemsize
             arrays[name] = np.frombuffer(mapped, dtype, count, _HEADER_BYTES).reshape(shape)
             self._mapped[key].append(_Mapped(mapped, _size_bytes(shape[1:], dtype)))
+        paths = [self._directory / key / f"{name}.npy" for name in arrays]
+        size_bytes = sum(each.nbytes for each in arrays.values())
+        if _AHEAD_BYTES < size_bytes <= _available_bytes() // 4:
+            reading = threading.Thread(target=_read_into_memory, args=[paths], daemon=True)
+            reading.name = "stepcache tables"
+            with contextlib.suppress(RuntimeError):  # The process is about to end.
+                reading.start()
         return arrays
 
     def zeros(self, count: int) -> np.ndarray:
@@ -143,6 +158,27 @@ class TableFiles:
         for path in listed(self._directory):
             if path.name not in keys and (path.is_dir() or not keys):
                 remove(path)
+
+
+def _available_bytes() -> int:
+    """Returns how much memory programs could still get; 0 if the system does not say, or has none.
+
+    What the kernel keeps of files counts, as it gives that up first.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in _MEMORY.read_text().splitlines() if hasattr(os, "posix_fadvise") else ():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _read_into_memory(paths: Sequence[Path]) -> None:
+    """Has the kernel read files into memory that it takes back when a program needs it."""
+    with contextlib.suppress(OSError):  # The table may be gone.
+        for path in paths:
+            with path.open("rb") as file:
+                for start in range(0, os.fstat(file.fileno()).st_size, _AHEAD_BYTES):
+                    os.posix_fadvise(file.fileno(), start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:

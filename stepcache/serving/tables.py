@@ -7,6 +7,7 @@ since the base. Optimizers of rows keep their state by row, and touch only the r
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -123,11 +124,17 @@ class TableType:
 
     def layout(self, count: int) -> BlockLayout:
         """Returns the layout of this many rows."""
-        return BlockLayout([("rows", [count, *self.shape], self.dtype)])
+        return _layout_of((count, *self.shape), self.dtype, has_ids=False)
 
-    def update_types(self, count: int) -> list[LeafType]:
-        """Returns the types of the leaves of an update of this many rows."""
-        return [("ids", [count], "int64"), ("rows", [count, *self.shape], self.dtype)]
+    def update_layout(self, count: int) -> BlockLayout:
+        """Returns the layout of an update of this many rows: their numbers, then the rows."""
+        return _layout_of((count, *self.shape), self.dtype, has_ids=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_of(shape: tuple[int, ...], dtype: str, has_ids: bool) -> BlockLayout:
+    ids: list[LeafType] = [("ids", [shape[0]], "int64")] if has_ids else []
+    return BlockLayout([*ids, ("rows", [*shape], dtype)])
 
 
 class TableStorage(Protocol):
@@ -201,8 +208,10 @@ class HeldTable:
 
     def update(self, ids: np.ndarray, update: np.ndarray) -> None:
         """Updates different rows, which makes a new version; changes nothing if it raises."""
-        if np.unique(self.checked(ids)).size != ids.size:
+        is_sorted = bool((ids[1:] > ids[:-1]).all())  # Clients send them in order.
+        if not is_sorted and np.unique(ids).size != ids.size:
             raise MalformedMessageError("an update contains a row twice")
+        self.checked(ids)
         new = {name: values[ids] for name, values in self.arrays.items()}  # Copies.
         rows, how = new.pop("rows"), self.type.optimizer
         new["rows"] = _RULES[how.name](how, rows, update, new)
@@ -293,11 +302,11 @@ class Tables:
 
     def read(
         self, request: RowsRequest, payload: np.ndarray | None, epoch: int
-    ) -> tuple[tuple[list[int], list[int], list[bool]], tuple[list[LeafType], list[np.ndarray]]]:
+    ) -> tuple[tuple[list[int], list[int], list[bool]], tuple[BlockLayout, list[np.ndarray]]]:
         """Serves a request with its block, given the epoch of the host.
 
         Returns:
-            Numbers, tokens and flags for `Values`; types and values of the leaves to send.
+            Numbers, tokens and flags for `Values`; layout and values of the leaves to send.
         """
         table, is_compared = self._find(request.name), request.epoch >= 0
         columns = 2 if is_compared else 1
@@ -307,11 +316,11 @@ class Tables:
         version = ([table.number], [table.token], [True])
         rows = table.checked(ids)
         if not is_compared:
-            return version, (table.type.layout(ids.size).types, [table.arrays["rows"][rows]])
+            return version, (table.type.layout(ids.size), [table.arrays["rows"][rows]])
         is_sent = (table.versions[rows] > compared[0]) | (request.epoch != epoch)
         rows = rows[is_sent]
         types = [("sent", [ids.size], "bool"), *table.type.layout(rows.size).types]
-        return version, (types, [is_sent, table.arrays["rows"][rows]])
+        return version, (BlockLayout(types), [is_sent, table.arrays["rows"][rows]])
 
     def update(
         self,
@@ -324,9 +333,10 @@ class Tables:
 
         `may_assign` returns for each row whether a value may be assigned to it; None for all.
         """
-        table, layout = self._find(name), BlockLayout(types)
-        count = layout.types[0][1][0] if layout.types and layout.types[0][1] else 0
-        if layout.types != table.type.update_types(count) or layout.size_bytes != payload.size:
+        table = self._find(name)
+        count = types[0][1][0] if types and types[0][1] else 0
+        layout = table.type.update_layout(count)
+        if not layout.has(types) or layout.size_bytes != payload.size:
             raise RefusalError("type", f"{name} has rows of {table.type.dtype}{table.type.shape}")
         ids, update = layout.views(payload)
         if may_assign is not None and table.type.optimizer.name == "assign":

@@ -53,7 +53,7 @@ def filled(host):
     write(host, 3, "adam", "create", 1, types=LAYOUT.types, rule=rule)
     write(host, 4, "adam", "apply", 1)
     write(host, 5, "table", "create table", rule=table.packed())
-    write(host, 6, "table", "rows", 1, types=table.update_types(2))
+    write(host, 6, "table", "rows", 1, types=table.update_layout(2).types)
     return host
 
 

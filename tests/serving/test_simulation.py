@@ -208,7 +208,7 @@ def test_rows_are_updated_exactly_once(block):
         expected = np.zeros(WRITES)
         for _ in range(WRITES):
             ids = np.array(sorted(random.sample(range(WRITES), 5)))
-            types = TABLE.update_types(5)
+            types = TABLE.update_layout(5).types
             each = random.choice(clients)
             each.write("table", "rows", BlockLayout(types), [ids, np.ones((5, 2))])
             expected[ids] += 1
@@ -582,7 +582,7 @@ def test_rows_that_are_assigned_again_keep_the_latest_values(order):
     kind = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer("assign"))
     for number, each in enumerate(clients):
         each.create("table", "create table", BlockLayout([]), [], rule=kind.packed())
-        ids, types = np.array([number, 2]), kind.update_types(2)
+        ids, types = np.array([number, 2]), kind.update_layout(2).types
         row = ("table", "rows", BlockLayout(types), [ids, np.full((2, 2), number + 1)])
         each.write(*row)
     network.crash()
@@ -603,7 +603,7 @@ def test_the_last_optimizer_of_a_table_counts_in_whatever_order_writes_come_agai
     network.crash()
     for index in order:
         clients[index].keep(1e6)
-    types = TABLE.update_types(1)
+    types = TABLE.update_layout(1).types
     clients[0].write("table", "rows", BlockLayout(types), [[3], np.ones((1, 2))])
     _, data = clients[0].rows("table", np.array([3]))
     assert TABLE.layout(1).views(data)[0].tolist() == [[-2, -2]] and not caplog.records

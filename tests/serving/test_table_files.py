@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Writer:
 
     def send(self, sequence):
         mode, ids, rows = self.writes[sequence - 1]
-        types = self.kind.update_types(ids.size) if mode == "rows" else []
+        types = self.kind.update_layout(ids.size).types if mode == "rows" else []
         payload = np.zeros(BlockLayout(types).size_bytes, np.uint8)
         if types:
             BlockLayout(types).fill(payload, [ids, rows])
@@ -301,6 +302,41 @@ def test_a_table_may_be_larger_than_the_memory_and_the_disk(tmp_path):
     assert sum(each.stat().st_size for each in files) > min(memory_bytes, 127 << 30)
     assert sum(each.stat().st_blocks for each in files) * 512 < 1 << 20
     writer.durable.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system reads no files ahead")
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_a_table_is_read_into_memory_if_it_takes_a_quarter_of_it(tmp_path, monkeypatch, is_scarce):
+    kind = TableType(1 << 12, [64], "float32", 0.0, 0, RowOptimizer("adam", 1.0))
+    size_bytes = sum(np.prod(shape) * each.itemsize for shape, each in kind.arrays().values())
+    read = {}
+
+    def asked(descriptor, start, size_bytes, how):
+        assert how == os.POSIX_FADV_WILLNEED
+        file = os.fstat(descriptor)
+        assert start == read.get(file.st_ino, 0)
+        read[file.st_ino] = min(start + size_bytes, file.st_size)
+
+    available_bytes = 4 * size_bytes - is_scarce
+    monkeypatch.setattr(table_files, "_available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(os, "posix_fadvise", asked)
+    files = TableFiles(tmp_path / "tables")
+    files.make("t", kind)
+    files.open("t", kind)
+    for thread in threading.enumerate():
+        if thread.name == "stepcache tables":
+            thread.join(30)
+    paths = (tmp_path / "tables" / "t").iterdir()
+    found = {path.stat().st_ino: path.stat().st_size for path in paths}
+    assert read == ({} if is_scarce else found)
+
+
+def test_what_is_available_is_read_from_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_MEMORY", tmp_path / "meminfo")
+    assert table_files._available_bytes() == 0
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    3 kB\n")
+    assert table_files._available_bytes() == 3072 * hasattr(os, "posix_fadvise")
+    table_files._read_into_memory([tmp_path / "gone"])
 
 
 def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):
