@@ -97,7 +97,8 @@ def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
         if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
             space = vars(sys.modules[module])
             for name in read.split():
-                if issubclass(type(value := space.get(name)), threading.local):
+                value: Any = space.get(name)
+                if issubclass(type(value), threading.local):
                     found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
     return found
 

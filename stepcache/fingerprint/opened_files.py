@@ -64,7 +64,7 @@ def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
         return True
     values = [module.get(name) for name in code.co_names]
     # `isinstance` would ask a proxy for its class, as one of a module that is not imported yet.
-    classes = [each for each in values if issubclass(type(each), type)]
+    classes: list[Any] = [each for each in values if issubclass(type(each), type)]
     return any(_IOBASE in each.__mro__ for each in classes) or any(
         each is opener for each in values for opener in (open, os.open, io.open_code)
     )
