@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 from collections import defaultdict
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -25,12 +26,15 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("NPROC", "32")
 
 import pytest
+from jax._src import compiler
 from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
 from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
+
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,6 +70,26 @@ def mesh():
 @pytest.fixture
 def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def pytest_configure(config):
+    """XLA's older emitters for fusions compile in half the time; jaxlib 0.11 has them no more."""
+    flags, has_them = os.environ.get("XLA_FLAGS", ""), version("jaxlib").startswith("0.10.")
+    if flags == "--xla_backend_optimization_level=0" and has_them and not slow_is_asked_for(config):
+        os.environ["XLA_FLAGS"] = f"{flags} {OLDER_EMITTERS}"
+
+
+@pytest.fixture
+def users_emitters(monkeypatch):
+    """XLA fuses, and so rounds, as it does for users: for tests that compare two programs' bits."""
+    if OLDER_EMITTERS in os.environ.get("XLA_FLAGS", ""):
+        made = compiler.get_compile_options
+
+        def with_them(*arguments, env_options_overrides=None, **options):
+            overrides = {"xla_cpu_use_fusion_emitters": True} | (env_options_overrides or {})
+            return made(*arguments, env_options_overrides=overrides, **options)
+
+        monkeypatch.setattr(compiler, "get_compile_options", with_them)
 
 
 def pytest_addoption(parser):
