@@ -1,6 +1,7 @@
 """Eight CPU devices for all tests. Programs stay in memory, or, with `STEPCACHE_TEST_DISK=1`, go to
 a fresh directory for each test, as they do for users."""
 
+import functools
 import gc
 import itertools
 import os
@@ -27,13 +28,17 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
+from stepcache.variables import link_measuring
 from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
 
+# One context for all that is lowered: to make one takes a tenth of a small step's build.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
@@ -55,8 +60,10 @@ def fresh_directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def links_are_not_known():
-    """What one test has measured is no affair of the next one."""
+def links_are_not_known(monkeypatch):
+    """What one test has measured is no affair of the next one; and what it measures is little."""
+    monkeypatch.setattr(link_measuring, "SIZES", (1 << 10, 1 << 14))
+    monkeypatch.setattr(link_measuring, "_RUNS", (2, 2))
     yield
     kept_times.cache_clear()
 
