@@ -106,7 +106,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `--dist loadfile`, one worker runs all files of `tests/serving`: they share one Ray."""
+    """With `--dist loadfile`, one worker runs all files of a directory that shares processes:
+    `tests/serving` has one Ray, and `tests/remote` tasks."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # Files of few tests may take longest.
@@ -114,7 +115,8 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "tests/serving" if file.startswith("tests/serving/") else file
+            directory = file.rpartition("/")[0]
+            return directory if directory in ("tests/serving", "tests/remote") else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
@@ -158,10 +160,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def in_turn(paths):
-    """The longest directory, then files that wait for other processes in turn with those that do
+    """The longest directories, then files that wait for other processes in turn with those that do
     not, as workers share cores; small ones last."""
     longest, waiting, others = {}, {}, {}
-    groups = {"serving": longest, "cluster": waiting, "remote": waiting}
+    groups = {"serving": longest, "remote": longest, "cluster": waiting}
     for path in paths:
         groups.get(path.parent.name, others)[path] = None
     pairs = itertools.zip_longest(waiting, reversed(others))
