@@ -1,10 +1,12 @@
 """Eight CPU devices for all tests. Programs stay in memory, or, with `STEPCACHE_TEST_DISK=1`, go to
 a fresh directory for each test, as they do for users."""
 
+import functools
 import gc
 import itertools
 import os
 from collections import defaultdict
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -25,12 +27,19 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("NPROC", "32")
 
 import pytest
+from jax._src import compiler
+from jax._src.interpreters import mlir
 from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
+from stepcache.variables import link_measuring
 from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
+
+# One context for all that is lowered: to make one takes a tenth of a small step's build.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,8 +60,10 @@ def fresh_directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def links_are_not_known():
-    """What one test has measured is no affair of the next one."""
+def links_are_not_known(monkeypatch):
+    """What one test has measured is no affair of the next one; and what it measures is little."""
+    monkeypatch.setattr(link_measuring, "SIZES", (1 << 10, 1 << 14))
+    monkeypatch.setattr(link_measuring, "_RUNS", (2, 2))
     yield
     kept_times.cache_clear()
 
@@ -68,6 +79,26 @@ def one_device_mesh():
     return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
 
+def pytest_configure(config):
+    """XLA's older emitters for fusions compile in half the time; jaxlib 0.11 has them no more."""
+    flags, has_them = os.environ.get("XLA_FLAGS", ""), version("jaxlib").startswith("0.10.")
+    if flags == "--xla_backend_optimization_level=0" and has_them and not slow_is_asked_for(config):
+        os.environ["XLA_FLAGS"] = f"{flags} {OLDER_EMITTERS}"
+
+
+@pytest.fixture
+def users_emitters(monkeypatch):
+    """XLA fuses, and so rounds, as it does for users: for tests that compare two programs' bits."""
+    if OLDER_EMITTERS in os.environ.get("XLA_FLAGS", ""):
+        made = compiler.get_compile_options
+
+        def with_them(*arguments, env_options_overrides=None, **options):
+            overrides = {"xla_cpu_use_fusion_emitters": True} | (env_options_overrides or {})
+            return made(*arguments, env_options_overrides=overrides, **options)
+
+        monkeypatch.setattr(compiler, "get_compile_options", with_them)
+
+
 def pytest_addoption(parser):
     what = "how long each soak of tests/serving/test_soak.py takes; those of an hour are slow"
     parser.addoption("--soak-seconds", type=float, help=what)
@@ -75,7 +106,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `--dist loadfile`, one worker runs all files of `tests/serving`: they share one Ray."""
+    """With `--dist loadfile`, one worker runs all files of a directory that shares processes:
+    `tests/serving` has one Ray, and `tests/remote` tasks."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # Files of few tests may take longest.
@@ -83,7 +115,8 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "tests/serving" if file.startswith("tests/serving/") else file
+            directory = file.rpartition("/")[0]
+            return directory if directory in ("tests/serving", "tests/remote") else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
@@ -127,10 +160,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def in_turn(paths):
-    """The longest directory, then files that wait for other processes in turn with those that do
+    """The longest directories, then files that wait for other processes in turn with those that do
     not, as workers share cores; small ones last."""
     longest, waiting, others = {}, {}, {}
-    groups = {"serving": longest, "cluster": waiting, "remote": waiting}
+    groups = {"serving": longest, "remote": longest, "cluster": waiting}
     for path in paths:
         groups.get(path.parent.name, others)[path] = None
     pairs = itertools.zip_longest(waiting, reversed(others))

@@ -3,7 +3,8 @@
 Every run is a process of its own, `python script.py`, over a directory of programs that its script
 alone uses, and with everything at its default. A later run prints the same losses, says nothing
 of stepcache, and traces nothing, unless the test of the script says what and why. Some run by
-default, at least one of each group, and all with `-m slow`.
+default, at least one of each group, in forks of a Python that has imported JAX (later runs in those
+of another one, with another seed of hashes); and all with `-m slow`, where each starts Python.
 """
 
 import dataclasses
@@ -11,13 +12,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stepcache import jaxcompat
+from tests import forking
+from tests.sampling import slow_is_asked_for
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -49,6 +50,8 @@ class Run:
 class Script:
     """A script in a directory of its own, with its programs beside it."""
 
+    forks = True
+
     def __init__(self, name: str, place: Path):
         self.file = Path(shutil.copy(SCRIPTS / f"{name}.py", place))
         for models in SCRIPTS.glob("*models.py"):
@@ -65,8 +68,11 @@ class Script:
             quiet: it prints nothing at all on the standard error. If not, nothing of stepcache.
                 Either way, builds may take long on a busy machine, and that may be said.
         """
-        report = self.file.with_name("report.json")
-        report.unlink(missing_ok=True)
+        report, *streams = (
+            self.file.with_name(n) for n in ("report.json", "out.txt", "errors.txt")
+        )
+        for each in (report, *streams):
+            each.unlink(missing_ok=True)
         environment = {name: os.environ[name] for name in os.environ if "STEPCACHE" not in name}
         environment |= {
             "JAX_NUM_CPU_DEVICES": "8",
@@ -77,24 +83,29 @@ class Script:
             "STEPCACHE_DIR": str(self.programs),
             "STEPCACHE_TEST_REPORT": str(report),
         }
-        done = subprocess.run(
-            [sys.executable, str(self.file), *arguments],
+        if self.forks:
+            environment["PYTHONHASHSEED"] = "2" if any(self.programs.iterdir()) else "1"
+        process = forking.start(
+            self.file,
+            arguments,
             env=environment,
             cwd=self.file.parent,
-            capture_output=True,
-            text=True,
-            timeout=120,
+            stdout=streams[0],
+            stderr=streams[1],
+            fork=self.forks,
         )
-        assert done.returncode == code, done.stderr
-        errors = re.sub(r"^building .* takes long: .*\n", "", done.stderr, flags=re.MULTILINE)
+        ended = process.wait()
+        output, errors = (each.read_text() for each in streams)
+        assert ended == code, errors
+        errors = re.sub(r"^building .* takes long: .*\n", "", errors, flags=re.MULTILINE)
         if quiet:
             assert not errors
         for word in ("stepcache", "StepCache", "Warning"):
             assert word not in errors
-        assert "loss" in done.stdout
+        assert "loss" in output
         record = json.loads(report.read_text())
         assert not record["failures"] and not record["stale"], record
-        return Run(done.stdout, errors, record["programs"])
+        return Run(output, errors, record["programs"])
 
 
 def shown(run: Run) -> str:
@@ -112,6 +123,11 @@ def built_once_then_loaded(script: Script, *steps: str, runs: int = 2, **setting
         assert [program["step"] for program in run.programs] == list(steps), shown(run)
         assert run.how == ["loaded"] * len(steps), shown(run)
     return [first, *later]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whether_scripts_fork(request):
+    Script.forks = not slow_is_asked_for(request.config)
 
 
 # ---- libraries -------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from stepcache import nnx as snnx
 from stepcache.modules import nnx_held
 from tests.modules.test_nnx_step import X, loss_fn, make, same, train_step, values
 
+pytestmark = pytest.mark.usefixtures("users_emitters")
+
 
 def variables_of(*modules):
     leaves = jax.tree.leaves(modules, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -220,7 +220,7 @@ def test_a_rule_put_into_jax_that_transposes_is_seen():
 
 
 def layers(x):
-    for _ in range(30):
+    for _ in range(15):
         y = jnp.einsum("ij,jk->ik", x, x) / 3
         x = jax.nn.softmax(jnp.where(y > 0, y, jnp.tril(y)), axis=-1).reshape(-1)[:9].reshape(3, 3)
         x = jax.nn.gelu(jnp.take(x, jnp.arange(3), axis=0)) + y.mean(axis=0) + jnp.maximum(x, 0)

@@ -1,25 +1,35 @@
+import functools
 import os
-import time
 
 import pytest
 
 import stepcache as sc
 from stepcache.remote.local_tasks import address
 from stepcache.storage.load_markers import Process
+from tests.remote.processes import RunningTasks, wait_until
 from tests.serving.conftest import ray_session as ray_session
 
 
 def closed(session):
     """Closes a session that has started tasks, and waits until their coordinator has ended."""
-    if not session._scope.target.connection.shares:
-        session.close()
-        return
     coordinator = Process.parse(address(session._scope.target.connection.where)["process"])
     session.close()
-    deadline = time.monotonic() + 30
-    while not coordinator.has_ended():
-        assert time.monotonic() < deadline, "the coordinator goes on"
-        time.sleep(0.02)
+    wait_until(coordinator.has_ended, 30)
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory):
+    """`running(size)`: tasks that run for all tests of this process, which start them once."""
+    made = []
+
+    @functools.cache
+    def of_size(size):
+        made.append(RunningTasks(tmp_path_factory.mktemp("tasks"), size))
+        return made[-1]
+
+    yield of_size
+    for each in made:
+        each.close()
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +43,20 @@ def pool(ray_session):
     ray_tasks.stop(name)
 
 
-@pytest.fixture(
-    scope="module", params=["local:1x2", "local:2x1", pytest.param("ray", marks=pytest.mark.slow)]
-)
-def session(request):
+@pytest.fixture(scope="module", params=["1x2", "2x1", pytest.param("ray", marks=pytest.mark.slow)])
+def session(request, running):
     """A session on one task of two devices, and one on two tasks of one, also on Ray."""
-    where = request.param if request.param != "ray" else f"ray:{request.getfixturevalue('pool')}"
-    with sc.Session(target=where) as made:
+    if request.param == "ray":
+        made = sc.Session(target=f"ray:{request.getfixturevalue('pool')}")
+    else:
+        made = running(request.param).session()
+    with made:
         yield made
-    closed(made)
+    made.close()
 
 
 @pytest.fixture(scope="module")
-def one_task():
-    with sc.Session(target="local:1x2") as made:
+def one_task(running):
+    with running("1x2").session() as made:
         yield made
-    closed(made)
+    made.close()

@@ -1,11 +1,14 @@
 """The processes behind a session with tasks: which they are, and whether they have ended."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import stepcache as sc
+from stepcache.remote import starting
 from stepcache.remote.local_tasks import address
 from stepcache.storage.load_markers import Process
 
@@ -43,6 +46,22 @@ def has_ended(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+class RunningTasks:
+    """Tasks that run until they are closed, for any number of sessions."""
+
+    def __init__(self, directory, size):
+        self.directory = directory
+        starting._spawn(directory, *starting.size_of(size), owner=None)
+
+    def session(self, **options):
+        return sc.Session(target=f"local:{self.directory}", **options)
+
+    def close(self):
+        coordinator = Process.parse(address(self.directory)["process"])
+        os.kill(coordinator.pid, signal.SIGTERM)
+        wait_until(coordinator.has_ended)
 
 
 class ServedTasks:

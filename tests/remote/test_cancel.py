@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import stepcache as sc
-from tests.remote.processes import ServedTasks, tasks_of
+from tests.remote.processes import tasks_of
 
 CANCELLED = "the step was cancelled before it began"
 X = np.ones((128, 128), np.float32)
@@ -147,55 +147,50 @@ def test_after_ctrl_c(session, busy):
     assert state.value == 25 - count
 
 
-def test_clients_cancel_what_is_their_own(tmp_path):
-    served = ServedTasks(tmp_path / "tasks", "2x1")
-    try:
-        first, second = served.session("first"), served.session("second")
-        with first:
-            mine = sc.Variables(np.float32(0), name="mine")
-            train.warm(mine, np.ones(2, np.float32), X, TURNS)
-        with second:
-            theirs = sc.Variables(np.float32(0), name="theirs")
-            train.warm(theirs, np.ones(2, np.float32), X, TURNS)
-        with first:
-            for _ in range(20):
-                mine, mean = train(mine, np.ones(2, np.float32), X, TURNS)
-        with second:
-            theirs, other = train(theirs, np.ones(2, np.float32), X, np.int32(1))
-        count = first.cancel()
-        assert count
-        with second:
-            assert float(other) == 1 and theirs.value == 1
-        with first:
-            assert mine.value == 20 - count
-            with pytest.raises(sc.TaskError, match=CANCELLED):
-                float(mean)
-    finally:
-        served.close()
+def test_clients_cancel_what_is_their_own(running):
+    first, second = running("2x1").session(), running("2x1").session()
+    with first:
+        mine = sc.Variables(np.float32(0), name="mine")
+        train.warm(mine, np.ones(2, np.float32), X, TURNS)
+    with second:
+        theirs = sc.Variables(np.float32(0), name="theirs")
+        train.warm(theirs, np.ones(2, np.float32), X, TURNS)
+    with first:
+        for _ in range(20):
+            mine, mean = train(mine, np.ones(2, np.float32), X, TURNS)
+    with second:
+        theirs, other = train(theirs, np.ones(2, np.float32), X, np.int32(1))
+    count = first.cancel()
+    assert count
+    with second:
+        assert float(other) == 1 and theirs.value == 1
+    with first:
+        assert mine.value == 20 - count
+        with pytest.raises(sc.TaskError, match=CANCELLED):
+            float(mean)
+    first.close()
+    second.close()
 
 
-def test_tasks_that_are_lost_during_a_cancel(tmp_path):
-    served = ServedTasks(tmp_path / "tasks", "2x1")
-    try:
-        with served.session("first") as session:
-            state = sc.Variables(np.float32(0), name="state")
-            for _ in range(10):
-                state, _ = train(state, np.ones(2, np.float32), X, TURNS)
-            _, (_, task) = tasks_of(session)
-            os.kill(task, signal.SIGKILL)
-            with pytest.raises(sc.RankLostError):
-                session.cancel()
-                _ = state.value
-            state.assign(np.float32(5))
-            assert session.cancel() == 0 and state.value == 5
-    finally:
-        served.close()
+def test_tasks_that_are_lost_during_a_cancel(running):
+    with running("2x1").session() as session:
+        state = sc.Variables(np.float32(0), name="state")
+        for _ in range(10):
+            state, _ = train(state, np.ones(2, np.float32), X, TURNS)
+        _, (_, task) = tasks_of(session)
+        os.kill(task, signal.SIGKILL)
+        with pytest.raises(sc.RankLostError):
+            session.cancel()
+            _ = state.value
+        state.assign(np.float32(5))
+        assert session.cancel() == 0 and state.value == 5
+    session.close()
 
 
-def test_sessions_that_cannot_cancel(tmp_path):
+def test_sessions_that_cannot_cancel(running):
     with pytest.raises(sc.OptionError, match="only steps that run on tasks"):
         sc.Session().cancel()
-    session = sc.Session(target="local:1x1")
+    session = running("1x1").session()
     session.close()
     with pytest.raises(sc.TaskError, match="closed"):
         session.cancel()

@@ -125,10 +125,10 @@ def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
 
 
 @pytest.mark.parametrize("name", ["ask", "wait"])
-def test_tasks_that_are_lost_just_before_a_thread_waits(name, monkeypatch):
+def test_tasks_that_are_lost_just_before_a_thread_waits(running, name, monkeypatch):
     """Another thread has been told; this one must not wait for the tasks of before."""
     step = sc.step(lambda x: x + 1)
-    with sc.Session(target="local:1x1", deadline=20) as session:
+    with running("1x1").session(deadline=20) as session:
         made, method = step(np.float32(1)), getattr(connection.Connection, name)
         of_session = session._scope.target.connection
 

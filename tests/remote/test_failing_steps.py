@@ -14,7 +14,6 @@ from stepcache.remote.cancelling import Gate
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.remote.target import Target
 from stepcache.remote.task import Task
-from tests.remote.conftest import closed
 from tests.remote.test_clients import interrupted
 
 NO_MEMORY = "Out of memory"
@@ -40,12 +39,12 @@ def failed():
     return impossible(np.float32(1))
 
 
-@pytest.fixture(scope="module", params=["local:1x1", "local:2x1"])
-def known(request):
+@pytest.fixture(scope="module", params=["1x1", "2x1"])
+def known(request, running):
     """A session on tasks that know when they start a step whether the steps before have failed."""
-    with sc.Session(target=request.param) as made:
+    with running(request.param).session() as made:
         yield made
-    closed(made)
+    made.close()
 
 
 @pytest.mark.parametrize("kind", ["tree", "variables"])
@@ -118,8 +117,8 @@ def test_variables_of_a_failed_output_blame_no_other_step(session):
     np.testing.assert_array_equal(state.value, 1)
 
 
-def test_updates_are_pushed_outside_of_the_session_too():
-    session = sc.Session(target="local:1x1")
+def test_updates_are_pushed_outside_of_the_session_too(running):
+    session = running("1x1").session()
     with session:
         write = sc.Write("apply", optimizer=optax.sgd(0.5))
         added = sc.Variables(np.float32(1), name="added", write=sc.Write("add"))

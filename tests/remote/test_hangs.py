@@ -35,24 +35,25 @@ def endless(x):
     return jax.lax.while_loop(lambda x: x < 2, lambda x: jnp.sqrt(x) * 1.0, x)
 
 
-def opened_files(pid):
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+def first_free_file(pid):
+    opened = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    return min(set(range(len(opened) + 1)) - opened)
 
 
 @contextlib.contextmanager
 def no_more_files(pid):
     """A process cannot open memory that it has not opened yet."""
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (opened_files(pid), limits[1]))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free_file(pid), limits[1]))
     yield
     with contextlib.suppress(ProcessLookupError):  # It may have been ended meanwhile.
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
-def test_a_run_that_fails_on_one_task_alone_ends_for_all():
+def test_a_run_that_fails_on_one_task_alone_ends_for_all(running):
     """The other task waits for it in a collective."""
-    with sc.Session(target="local:2x1") as session:
+    with running("2x1").session() as session:
         state = sc.Variables(np.float32(0), name="state")
         mean(state, np.ones((2, 4), np.float32))
         mean.warm(state, LARGE)
@@ -65,13 +66,13 @@ def test_a_run_that_fails_on_one_task_alone_ends_for_all():
         state.assign(np.float32(0))
         mean(state, LARGE)
         assert state.value == 1
-    closed(session)
+    session.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
-def test_a_value_that_one_task_alone_does_not_get_ends_for_all():
+def test_a_value_that_one_task_alone_does_not_get_ends_for_all(running):
     """They would go on with different values."""
-    with sc.Session(target="local:2x1") as session:
+    with running("2x1").session() as session:
         state = sc.Variables(np.zeros(1 << 16, np.float32), name="state")
         mean(state, np.ones((2, 4), np.float32))
         assert state.value[0] == 1
@@ -85,13 +86,13 @@ def test_a_value_that_one_task_alone_does_not_get_ends_for_all():
         state.assign(np.zeros(1 << 16, np.float32))
         mean(state, np.ones((2, 4), np.float32))
         assert state.value[0] == 1
-    closed(session)
+    session.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
-def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(tmp_path):
+def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(running, tmp_path):
     """An error for the client; the tasks go on with what they hold, and the checkpoint is whole."""
-    with sc.Session(target="local:2x1") as session:
+    with running("2x1").session() as session:
         state = sc.Variables(np.float32(1), name="state")
         sc.save(tmp_path, keep=2, state=state, step=1)
         mean(state, np.ones((2, 4), np.float32))
@@ -108,7 +109,7 @@ def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(tmp_path):
         assert state.value == 1
         sc.save(tmp_path, keep=2, state=state, large=LARGE, step=2)
         assert tasks_of(session)[1] == tasks
-    closed(session)
+    session.close()
 
 
 @pytest.mark.parametrize("on_hang", ["warn", "error"])
@@ -141,7 +142,7 @@ def interrupted_after(seconds, wait):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def test_an_answer_that_was_not_read_in_time_is_not_taken_for_a_hang(monkeypatch, caplog):
+def test_an_answer_that_was_not_read_in_time_is_not_a_hang(running, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "stepcache")
     take, read_from = Link._take_arrived, time.monotonic()
 
@@ -150,15 +151,16 @@ def test_an_answer_that_was_not_read_in_time_is_not_taken_for_a_hang(monkeypatch
 
     monkeypatch.setattr(Link, "_take_arrived", late)
     for on_hang in ("warn", "error"):
-        with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang):
+        with running("1x1").session(hang_after=0.3, on_hang=on_hang) as session:
             state = sc.Variables(np.float32(1), name="state")
             read_from = time.monotonic() + 1
             assert state.value == 1
+        session.close()
     assert not caplog.records
 
 
-def test_a_compilation_is_not_taken_for_a_hang():
-    with sc.Session(target="local:1x1", hang_after=0.05, on_hang="error") as session:
+def test_a_compilation_is_not_taken_for_a_hang(running):
+    with running("1x1").session(hang_after=0.05, on_hang="error") as session:
 
         @sc.step
         def slow(x):
@@ -168,7 +170,7 @@ def test_a_compilation_is_not_taken_for_a_hang():
 
         slow(np.ones((4, 4), np.float32))
         assert slow.stats().compile_seconds > 0.1
-    closed(session)
+    session.close()
 
 
 def patiently(look):
@@ -178,8 +180,8 @@ def patiently(look):
             return look()
 
 
-def test_a_deadline_ends_the_wait_and_nothing_else():
-    with sc.Session(target="local:1x1", deadline=0.3) as session:
+def test_a_deadline_ends_the_wait_and_nothing_else(running):
+    with running("1x1").session(deadline=0.3) as session:
         state = sc.Variables(np.float32(0), name="state")
         batch = np.ones((2, 4), np.float32)
         mean.warm(state, LARGE)
@@ -202,14 +204,14 @@ def test_a_deadline_ends_the_wait_and_nothing_else():
         patiently(lambda: mean(state, LARGE))
         assert patiently(lambda: state.value) == len(made) + 2 == 34
         assert [patiently(each.__float__) for each in made] == [n + 1 for n in range(32)]
-    closed(session)
+    session.close()
 
 
-def test_a_deadline_ends_a_call_whose_values_nobody_takes():
+def test_a_deadline_ends_a_call_whose_values_nobody_takes(running):
     """They are sent as soon as somebody does."""
     total = sc.step(lambda tree: sum(tree.values()).sum())
     small = {str(n): np.ones(15_000, np.float32) for n in range(100)}  # Not through shared memory.
-    with sc.Session(target="local:1x1", deadline=0.5) as session:
+    with running("1x1").session(deadline=0.5) as session:
         total.warm(small)
         coordinator, _ = tasks_of(session)
         os.kill(coordinator, signal.SIGSTOP)
@@ -221,11 +223,11 @@ def test_a_deadline_ends_a_call_whose_values_nobody_takes():
         finally:
             os.kill(coordinator, signal.SIGCONT)
         assert [patiently(each.__float__) for each in made] == [1_500_000]
-    closed(session)
+    session.close()
 
 
-def test_a_task_that_is_stopped_is_lost():
-    with sc.Session(target="local:2x1", hang_after=0.5) as session:
+def test_a_task_that_is_stopped_is_lost(running):
+    with running("2x1").session(hang_after=0.5) as session:
         state = sc.Variables(np.float32(0), name="state")
         mean(state, np.ones((2, 4), np.float32))
         _, (_, second) = tasks_of(session)
@@ -235,14 +237,14 @@ def test_a_task_that_is_stopped_is_lost():
                 mean(state, np.ones((2, 4), np.float32))
         state.assign(np.float32(0))
         assert state.value == 0
-    closed(session)
+    session.close()
 
 
 @pytest.mark.parametrize("on_hang", ["warn", "error"])
-def test_a_coordinator_that_is_stopped(on_hang, caplog, monkeypatch):
+def test_a_coordinator_that_is_stopped(running, on_hang, caplog, monkeypatch):
     monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.5)
     caplog.set_level(logging.WARNING, "stepcache")
-    with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang) as session:
+    with running("1x1").session(hang_after=0.3, on_hang=on_hang) as session:
         state = sc.Variables(np.float32(1), name="state")
         coordinator, _ = tasks_of(session)
         os.kill(coordinator, signal.SIGSTOP)
@@ -258,7 +260,7 @@ def test_a_coordinator_that_is_stopped(on_hang, caplog, monkeypatch):
             os.kill(coordinator, signal.SIGCONT)
         if on_hang == "warn":
             assert state.value == 1
-    closed(session)
+    session.close()
 
 
 def test_a_client_that_is_stopped_stops_nobody_else(one_task):

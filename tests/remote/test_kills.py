@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from tests.remote.conftest import closed
-from tests.remote.processes import ServedTasks, has_ended, tasks_of, wait_until
+from tests.remote.processes import has_ended, tasks_of, wait_until
 
 ROWS = np.ones((2, 1 << 16), np.float32)  # Through shared memory, half of it to each task.
 MORE_ROWS = np.ones((2, 1 << 17), np.float32)  # In other memory.
@@ -58,13 +57,14 @@ def worked(point, state, seed, directory):
             sc.save(directory, keep=2, state=state, step=n + 2)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with sc.Session(target="local:2x1") as session:
+@pytest.fixture
+def pair(running):
+    with running("2x1").session() as session:
         yield session
-    closed(session)
+    session.close()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_task_is_killed(pair, point, seed, tmp_path):
@@ -114,14 +114,12 @@ def started(text, **options):
     return client
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    tasks = ServedTasks(tmp_path_factory.mktemp("served"), "2x1")
-    yield tasks
-    tasks.close()
+@pytest.fixture
+def served(running):
+    return running("2x1")
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=3)
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("name", [None, "killed"])
 @pytest.mark.parametrize("point", POINTS)
@@ -131,7 +129,7 @@ def test_a_client_is_killed(served, point, name, seed, tmp_path):
     text = CLIENT.format(
         root=ROOT, directory=served.directory, name=name, point=point, saves=str(tmp_path)
     )
-    with served.session("other") as session:
+    with served.session(name="other") as session:
         state = made()
         state.assign({"sum": np.float32(0), "rows": np.zeros((2, 1 << 16), np.float32)})
         client = started(text)
@@ -150,7 +148,7 @@ def test_a_client_is_killed(served, point, name, seed, tmp_path):
         assert held <= {"other", "killed"} and (name is None or name in held)
     session.close()
     if name is not None:
-        with served.session(name) as again:
+        with served.session(name=name) as again:
             state = made()
             value = state.value
             check(state, float(value["sum"]))
@@ -176,7 +174,7 @@ with sc.Session(target="local:{directory}", name="shares"):
 
 def test_a_client_ends_before_its_memory_is_opened(served):
     """The steps that bring this memory are run by no task, and those before it by all."""
-    with served.session("other") as session:
+    with served.session(name="other") as session:
         state = made()
         coordinator, tasks = tasks_of(session)
         client = started(SHARING.format(root=ROOT, directory=served.directory), stdin=PIPE)
@@ -186,7 +184,7 @@ def test_a_client_ends_before_its_memory_is_opened(served):
         add(state, ROWS)
         check(state, float(state.value["sum"]))
     session.close()
-    with served.session("shares") as again:  # At once: the coordinator has not seen its end.
+    with served.session(name="shares") as again:  # At once: the coordinator has not seen its end.
         check(made(), 1)
         assert tasks_of(again)[1] == tasks
     again.close()

@@ -280,10 +280,10 @@ def test_variables_of_another_session_are_refused(one_task):
         step(elsewhere)
 
 
-def test_rules_place_what_lives_on_the_tasks():
+def test_rules_place_what_lives_on_the_tasks(running):
     mesh = AbstractMesh((2,), ("model",))
     rules = [("w", PartitionSpec("model"))]
-    with sc.Session(mesh, target="local:1x2", rules=rules, data_axis=None) as session:
+    with running("1x2").session(mesh=mesh, rules=rules, data_axis=None) as session:
         variables = sc.Variables({"w": np.arange(8, dtype=np.float32)}, name="params")
         double = sc.step(lambda params: jax.tree.map(lambda x: x * 2, params), carry="params")
         assert double(variables) is variables
@@ -314,15 +314,15 @@ def test_a_target_that_is_none(target, match):
         sc.Session(target=target)
 
 
-def test_a_mesh_that_does_not_fit(tmp_path):
+def test_a_mesh_that_does_not_fit(running):
     with pytest.raises(sc.OptionError, match="does not fit"):
-        sc.Session(AbstractMesh((3,), ("data",)), target="local:1x2")
+        running("1x2").session(mesh=AbstractMesh((3,), ("data",)))
     with pytest.raises(sc.OptionError, match="AbstractMesh"):
-        sc.Session(jax.make_mesh((1,), ("data",)), target="local:1x2")
+        running("1x2").session(mesh=jax.make_mesh((1,), ("data",)))
 
 
-def test_a_closed_session_runs_nothing():
-    session = sc.Session(target="local:1x1")
+def test_a_closed_session_runs_nothing(running):
+    session = running("1x1").session()
     step = session.step(lambda x: x + 1)
     assert float(step(1.0)) == 2
     session.close()

@@ -280,13 +280,7 @@ def test_where_nothing_was_measured_the_fewest_bytes_cross():
         assert "crosses the host's link once" in total.explain(held(), 1.0).plan.transfers[0].why
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(link_measuring, "SIZES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(link_measuring, "_RUNS", (2, 2))
-
-
-def test_links_are_measured_once_for_a_machine(quick, tmp_path, monkeypatch):
+def test_links_are_measured_once_for_a_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "own"))
     with sc.Session(mesh_of(2)):
         sc.advise(total, held(), 1.0)
@@ -314,7 +308,7 @@ def test_links_are_measured_once_for_a_machine(quick, tmp_path, monkeypatch):
             assert "once" in total.explain(held(), 1.0).plan.transfers[0].why, data
 
 
-def test_the_default_device_is_measured_once_too(quick, tmp_path, monkeypatch):
+def test_the_default_device_is_measured_once_too(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "own"))
     sc.advise(total, held(), 1.0)
     link_times.kept_times.cache_clear()
@@ -322,7 +316,7 @@ def test_the_default_device_is_measured_once_too(quick, tmp_path, monkeypatch):
     assert sc.advise(total, held(), 1.0).choices
 
 
-def test_a_directory_that_cannot_be_written_costs_nothing(quick, tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "file"))
     with sc.Session(mesh_of(2)):

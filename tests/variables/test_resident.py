@@ -29,7 +29,11 @@ from states import (
 import stepcache as sc
 from stepcache.variables.packing import PACKED_BELOW_BYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore::stepcache.UnmatchedRuleWarning")
+pytestmark = [
+    pytest.mark.usefixtures("users_emitters"),
+    pytest.mark.filterwarnings("ignore::stepcache.UnmatchedRuleWarning"),
+    pytest.mark.filterwarnings("ignore:.*, an nnx module:stepcache.StepCacheWarning"),
+]
 RULES = [(r"(layers/1|first|Dense_0)/kernel|layers/0/weight|large$", P(None, "model"))]
 
 
