@@ -1,7 +1,6 @@
 """Eight CPU devices for all tests. Programs stay in memory, or, with `STEPCACHE_TEST_DISK=1`, go to
 a fresh directory for each test, as they do for users."""
 
-import functools
 import gc
 import itertools
 import os
@@ -28,7 +27,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import pytest
 from jax._src import compiler
-from jax._src.interpreters import mlir
 from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
@@ -37,8 +35,6 @@ from stepcache.variables import link_measuring
 from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
 
-# One context for all that is lowered: to make one takes a tenth of a small step's build.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
@@ -80,7 +76,7 @@ def one_device_mesh():
 
 
 def pytest_configure(config):
-    """XLA's older emitters for fusions compile in half the time; jaxlib 0.11 has them no more."""
+    """XLA's older emitters for fusions compile in half the time, where jaxlib still has them."""
     flags, has_them = os.environ.get("XLA_FLAGS", ""), version("jaxlib").startswith("0.10.")
     if flags == "--xla_backend_optimization_level=0" and has_them and not slow_is_asked_for(config):
         os.environ["XLA_FLAGS"] = f"{flags} {OLDER_EMITTERS}"

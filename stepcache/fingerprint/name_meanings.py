@@ -64,10 +64,23 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
     is_function = callable(value) and not _may_have_state(value)
     if plain_text(value) is not None or is_function or _is_users(value):
         return True
-    if issubclass(kind, (*wrapping, *instances.SLOT_TYPES)):
+    if issubclass(kind, (*wrapping, *instances.SLOT_TYPES, *_UNCHANGING)):
         return True
     # A mere mark has neither attributes nor slots.
     return not kind.__dictoffset__ and kind.__basicsize__ == object.__basicsize__
+
+
+class _Part(NamedTuple):
+    """What is in a container or in an object; named if texts alone lead to it."""
+
+    place: str
+    value: Any
+    is_named: bool = True
+    in_row: bool = False
+
+
+# What Python keeps in classes of named tuples and in dataclasses.
+_UNCHANGING = (type(vars(_Part)["place"]), type(vars(Meaning)["__dataclass_params__"]))
 
 
 def _is_held_within(value: Any, deepest: int) -> bool:
@@ -261,15 +274,6 @@ def _follow(notes: Meaning, path: str, value: Any, depth: int) -> list[str]:
 
 
 _DEEPEST, _MAX_INSIDE = 4, 512
-
-
-class _Part(NamedTuple):
-    """What is in a container or in an object; named if texts alone lead to it."""
-
-    place: str
-    value: Any
-    is_named: bool = True
-    in_row: bool = False
 
 
 def _parts(owner: _Part) -> Iterator[_Part]:
