@@ -154,7 +154,7 @@ def _add_call(names: dict[str, Any]) -> None:
     One that is made for each call takes more time. `waiting` is empty but for an instant.
     """
     names["waiting"] = waiting = collections.deque()
-    names["served"] = itertools.starmap(names["call"], iter(waiting.pop, ()))
+    names["served"] = itertools.starmap(names["call"], iter(waiting.pop, None))
 
 
 def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> None:

@@ -230,6 +230,15 @@ def test_keywords_keep_their_places_beside_static_arguments(static, names, enter
     assert len(entered) == 1
 
 
+def test_all_by_name_beside_a_static_argument(entered):
+    step = sc.step(lambda state, n=1: up(state, n), carry="state", static_argnums=1)
+    state = sc.Variables(ramp(0))
+    for calls in range(1, 5):
+        assert step(state=state) is state
+        assert float(state.value["b"]) == calls
+    assert len(entered) == 1
+
+
 def test_what_lies_beside_variables_may_change_its_structure(entered):
     step = sc.step(
         lambda held, x: (up(held["v"], len(jax.tree.leaves(held["n"]))), held["n"]), carry=()
