@@ -188,7 +188,7 @@ class Table(Holder):
         """Returns the different ids in order, and for each id its position among them."""
         array, count = np.asarray(ids), self._type.rows
         are_integers = array.dtype.kind in "iu"
-        different, index = np.unique(array if are_integers else array[:0], return_inverse=True)
+        different, index = np.unique(array if are_integers else [], return_inverse=True)
         if array.size and not (are_integers and different[0] >= 0 and different[-1] < count):
             got = f"{array.dtype}{list(array.shape)}"
             if are_integers:

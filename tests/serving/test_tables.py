@@ -136,7 +136,7 @@ def test_a_table_outlives_its_server(server):
 
 def test_what_is_no_row_is_refused(connection, name):
     table = connection.table(name, 10, (2,))
-    for ids in ([10], [-1], [0.5], np.array([1 << 40])):
+    for ids in ([10], [-1], [0.5], 0.5, np.array([1 << 40])):
         with pytest.raises(VariablesError, match="out of range"):
             table.lookup(ids)
     rows = table.lookup([1, 2, 2])
@@ -154,6 +154,7 @@ def test_what_is_no_row_is_refused(connection, name):
     keyed, _ = jax.tree_util.tree_flatten_with_path(rows)
     assert [jax.tree_util.keystr(path) for path, _ in keyed] == [".values", ".index"]
     assert table.lookup([]).spread().shape == (0, 2)
+    assert table.lookup(np.zeros((0, 3))).spread().shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
