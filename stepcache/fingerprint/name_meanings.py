@@ -134,7 +134,8 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
             texts.append(f"{attribute} {text}")
             continue
         if text is None and type(value) in CONTAINERS and attribute.startswith("__"):
-            text = container_text(value) or type(value).__name__  # Python's own, as of a dataclass.
+            text = None if has_state else container_text(value)  # Python's, as of a dataclass.
+            text = text or type(value).__name__
         if text is None:
             text = text_of(notes, f"{name}.{attribute}", value, has_state)
         if has_state and _is_of_another_module(value, cls) and text != "the user's":
@@ -182,19 +183,24 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if (name := _name_of_function(value)) is not None:
         return name
     kind = type(value)
-    if path in _OF_THE_USERS or _is_users(value):
+    is_users = path in _OF_THE_USERS
+    if kind is types.FunctionType or issubclass(kind, type):
+        is_users = is_users or is_foreign(value)
+    elif kind is types.ModuleType:
+        return value.__name__
+    elif (text := plain_text(value)) is not None:
+        return text
+    elif (kind in CONTAINERS or kind is deque) and not is_users:
+        return _container_text(notes, path, value, has_state)
+    else:
+        is_users = is_users or _is_users(value)
+    if is_users:
         notes.value(path, value)
         return "the user's"
     if kind is types.FunctionType:
         return _name_with_defaults(value)
-    if kind is types.ModuleType:
-        return value.__name__
-    if (text := plain_text(value)) is not None:
-        return text
     if issubclass(kind, type):
         return f"{kind.__qualname__} {qualified_name(value)}"
-    if kind in CONTAINERS or kind is deque:
-        return _container_text(notes, path, value, has_state)
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
@@ -211,7 +217,7 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if is_logger:
         state.pop("_cache", None)  # It remembers which levels are enabled; those are noted.
     texts = [f"{name} {container_text(each)}" for name, each in state.items()]
-    texts += [] if is_logger else _follow(notes, path, value, _DEEPEST)
+    texts += [] if is_logger else _follow(notes, path, value)
     return f"{text} {digest(texts)}"
 
 
@@ -244,21 +250,27 @@ _EMPTY = (
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
-    if not has_state and (text := container_text(value)) is not None:
-        return text
-    settings = _follow(notes, path, value, depth=1 if has_state else _DEEPEST)
     text = f"{type(value).__name__} of objects"
-    return f"{text}, {digest(settings)}" if settings and not has_state else text
+    if has_state:
+        parts = value.values() if isinstance(value, dict) else value
+        for number, each in enumerate(list(parts)):
+            if type(each) is types.FunctionType and is_foreign(each):
+                notes.value(f"{path}[{number}]", each)
+        return text
+    if (whole := container_text(value)) is not None:
+        return whole
+    settings = _follow(notes, path, value)
+    return f"{text}, {digest(settings)}" if settings else text
 
 
-def _follow(notes: Meaning, path: str, value: Any, depth: int) -> list[str]:
+def _follow(notes: Meaning, path: str, value: Any) -> list[str]:
     """Notes what of the user's is inside a value. Returns the plain values inside, by their names.
 
     A cache that is filled in passing may hold plain values too, but under objects or in a row.
     """
     settings = []
     seen, level = {id(value)}, [_Part("", value)]
-    for _ in range(depth):
+    for _ in range(_DEEPEST):
         below = []
         for part in (each for owner in level for each in _parts(owner)):
             if (text := container_text(part.value)) is not None:
@@ -322,7 +334,9 @@ def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     """A function in some wrapping: by its name where it has one, and what the user put into it."""
     inner: Any = value
     for _ in range(8):
-        following = next(filter(None, (attribute_of(inner, name) for name in _WRAPPED)), None)
+        following = None
+        for name in _WRAPPED:
+            following = following or attribute_of(inner, name)
         if following is None or following is inner:
             break
         inner = following

@@ -221,7 +221,7 @@ class DurableHost:
         else:
             self._changed_time = self._changed_time or now
             is_due = self._is_wanted or moment - self._stored.moment >= self._every_writes
-            is_due |= self.host.tables.changed_bytes >= _CHANGED_BYTES
+            is_due |= self._changed_bytes() >= _CHANGED_BYTES
             if is_due or now - self._changed_time >= self._every_seconds:
                 self._begin(self._stored)
         if moment == self._kept.moment:
@@ -230,6 +230,11 @@ class DurableHost:
             self._begin(self._kept)
         if self._to_free:
             self._files.free(*self._to_free.popleft())
+
+    def _changed_bytes(self) -> int:
+        """Upper bound of the memory that snapshots free."""
+        tables = self.host.tables.held.values()
+        return sum(each.changed_bytes for each in tables if not self._files.is_in_memory(each.key))
 
     def _check_there(self) -> None:
         self._checked = time.monotonic()
@@ -257,6 +262,8 @@ class DurableHost:
         tables = self.host.tables
         tables.is_stored(state.tables)
         for name, each in self._unmerged.tables.items() if self._unmerged else ():
+            if self._files.is_in_memory(each.key):
+                continue
             for start in range(0, each.ids.size, _FREED_ROWS):
                 rows = each.ids[start : start + _FREED_ROWS]
                 self._to_free.append((tables.held[name], rows))

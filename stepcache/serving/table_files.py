@@ -9,9 +9,9 @@ the rows of the last one are merged into the files, so that the next one need no
 snapshots that are kept are consistent with the files, except while the next one is being written.
 Merging is idempotent: after a crash in the middle of it, the same snapshot repairs the files.
 
-The files of a table that is opened are read into memory in the background, if they take at most a
-quarter of what is available. Otherwise each page is read when one of its rows is first looked up,
-while all clients wait.
+All tables that together take at most a quarter of the available memory are kept in it: their files
+are read in the background, and pages with updated rows stay. Of any other table each page is read
+when one of its rows is first looked up, while all clients wait, and freed after two snapshots.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class TableFiles:
     def __init__(self, directory: Path):
         self._directory = directory
         self._mapped: dict[str, list[_Mapped]] = {}
+        self._kept_bytes: dict[str, int] = {}  # Of tables that are kept in memory, by key.
         directory.mkdir(mode=0o700, exist_ok=True)
 
     @property
@@ -107,12 +108,18 @@ class TableFiles:
             self._mapped[key].append(_Mapped(mapped, _size_bytes(shape[1:], dtype)))
         paths = [self._directory / key / f"{name}.npy" for name in arrays]
         size_bytes = sum(each.nbytes for each in arrays.values())
-        if _AHEAD_BYTES < size_bytes <= _available_bytes() // 4:
+        kept_bytes = sum(self._kept_bytes.values())
+        if _AHEAD_BYTES < size_bytes <= _available_bytes() // 4 - kept_bytes:
+            self._kept_bytes[key] = size_bytes
             reading = threading.Thread(target=_read_into_memory, args=[paths], daemon=True)
             reading.name = "stepcache tables"
             with contextlib.suppress(RuntimeError):  # The process is about to end.
                 reading.start()
         return arrays
+
+    def is_in_memory(self, key: str) -> bool:
+        """Whether a table that is open is kept in memory."""
+        return key in self._kept_bytes
 
     def zeros(self, count: int) -> np.ndarray:
         """Returns int64 zeros, mapped from an unnamed file so that the kernel can reclaim them."""

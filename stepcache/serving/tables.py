@@ -354,11 +354,6 @@ class Tables:
         for name, each in saved.items():
             self.held[name].is_stored(each)
 
-    @property
-    def changed_bytes(self) -> int:
-        """Upper bound of the memory of rows that are not in the bases."""
-        return sum(each.changed_bytes for each in self.held.values())
-
     def status(self) -> list[tuple[str, int, int, int, int]]:
         """Returns the rows of `Status.variables` for the tables."""
         rows = []

@@ -340,6 +340,7 @@ def test_what_is_available_is_read_from_the_system(tmp_path, monkeypatch):
 
 
 def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_available_bytes", lambda: 0)
     monkeypatch.setattr(durable_host, "_CHANGED_BYTES", 60 << 20)
     kind = TableType(1 << 22, [16], "float32", 0.0, 0, RowOptimizer("adagrad", 0.1))
     writer = Writer(tmp_path / "served", kind)
@@ -358,6 +359,34 @@ def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatc
         writer.durable.tend()
     assert anonymous_bytes() - before < 30 << 20
     assert (writer.rows(ids) < 0).all()
+    writer.durable.close()
+
+
+def test_tables_that_take_a_quarter_of_the_memory_stay_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable_host, "_CHANGED_BYTES", 1 << 20)
+    kind = TableType(1 << 16, [16], "float32", 0.0, 0, RowOptimizer("sgd", 1.0))
+    monkeypatch.setattr(table_files, "_available_bytes", lambda: 4 * (4 << 20))
+    files = TableFiles(tmp_path / "tables")
+    for name in ("first", "second"):  # Together they take more.
+        files.make(name, kind)
+        files.open(name, kind)
+    assert files.is_in_memory("first") and not files.is_in_memory("second")
+
+    writer = Writer(tmp_path / "served", kind)
+    writer.update()
+    assert writer.snapshot()
+    ids = np.arange(0, kind.rows, 64)
+    for _ in range(3):
+        writer.write("rows", ids, np.ones((ids.size, 16)))
+        writer.durable.tend()
+        assert writer.durable.counts["snapshots"] == 1  # None is begun because of that memory.
+    for _ in range(3):
+        writer.write("rows", ids, np.ones((ids.size, 16)))
+        assert writer.snapshot()
+        assert not writer.durable._to_free
+    before = writer.rows(ids)
+    writer.crash()
+    assert np.array_equal(writer.rows(ids), before)
     writer.durable.close()
 
 
