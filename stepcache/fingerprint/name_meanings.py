@@ -239,14 +239,8 @@ def thread_text(value: threading.local) -> str:
 
 
 OF_THREAD = " (in this thread)"
-_EMPTY = (
-    "None",
-    "list()",
-    "dict()",
-    "tuple()",
-    "set()",
-    "deque()",
-)  # As before, or after, any use.
+# As before, or after, any use.
+_EMPTY = frozenset("None list() dict() tuple() set() deque()".split())
 
 
 def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
@@ -334,9 +328,8 @@ def _callable_text(notes: Meaning, path: str, value: Any) -> str:
     """A function in some wrapping: by its name where it has one, and what the user put into it."""
     inner: Any = value
     for _ in range(8):
-        following = None
-        for name in _WRAPPED:
-            following = following or attribute_of(inner, name)
+        found = (attribute_of(inner, name) for name in _WRAPPED)
+        following = next((each for each in found if each is not None), None)
         if following is None or following is inner:
             break
         inner = following

@@ -73,6 +73,13 @@ def step(x):
     Double, Triple, double, triple, Scale  # So all of them are known to be reached.
     return given_pkg.scaled(x)
 """
+READS_IT = """
+import given_pkg
+
+@sc.step
+def step(x):
+    return given_pkg.scaled(x)
+"""
 EDITS = {"(2)": "(3)", "'2'": "'3'", "Double": "Triple", "double": "triple", "Two": "Three"}
 
 
@@ -174,15 +181,8 @@ def test_stacks_for_each_thread_that_are_empty_again(install, tmp_path):
         return x * stack.items.pop()
     """
     install("given_pkg", {"__init__.py": stacks})
-    source = """
-    import given_pkg
-
-    @sc.step
-    def step(x):
-        return given_pkg.scaled(x)
-    """
-    start(source, "given_pkg", tmp_path)
-    assert levels(start(source, "given_pkg", tmp_path)) == WITHOUT_A_TRACE
+    start(READS_IT, "given_pkg", tmp_path)
+    assert levels(start(READS_IT, "given_pkg", tmp_path)) == WITHOUT_A_TRACE
 
 
 def test_nothing_of_a_lazy_object_is_called(install, tmp_path):
@@ -218,14 +218,7 @@ def test_nothing_of_a_lazy_object_is_called(install, tmp_path):
         return x * 2
     """
     install("given_pkg", {"__init__.py": lazy})
-    source = """
-    import given_pkg
-
-    @sc.step
-    def step(x):
-        return given_pkg.scaled(x)
-    """
-    start(source, "given_pkg", tmp_path)
-    second = start(source, "given_pkg", tmp_path)
+    start(READS_IT, "given_pkg", tmp_path)
+    second = start(READS_IT, "given_pkg", tmp_path)
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
     assert second.given_pkg.asked == []
