@@ -9,9 +9,10 @@ the rows of the last one are merged into the files, so that the next one need no
 snapshots that are kept are consistent with the files, except while the next one is being written.
 Merging is idempotent: after a crash in the middle of it, the same snapshot repairs the files.
 
-All tables that together take at most a quarter of the available memory are kept in it: their files
-are read in the background, and pages with updated rows stay. Of any other table each page is read
-when one of its rows is first looked up, while all clients wait, and freed after two snapshots.
+All tables that together take at most a quarter of the available memory are kept in it: in the
+background their files are read and copied into memory of the host, which stays. Of any other table
+a page is read when one of its rows is first looked up and copied when one is updated, while all
+clients wait, and freed after two snapshots.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ from typing import NamedTuple
 import numpy as np
 
 from stepcache.errors import VariablesError
-from stepcache.serving.tables import HeldTable, SavedTable, TableType
+from stepcache.serving.tables import MAX_TABLE_BYTES, HeldTable, SavedTable, TableType
 from stepcache.storage.private_files import listed, remove, replace_file, sync, write_at
 
 _HEADER_BYTES = 4096  # So that rows begin on a page.
 _WITHOUT_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 _MOMENT = "moment"
-_AHEAD_BYTES = 128 << 10  # Of a longer range, the kernel may read no more at a time.
+_AHEAD_BYTES = 128 << 10  # Copied in a fraction of a millisecond, while no Python runs.
+_POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE` of Linux 5.14; an error before.
 _MEMORY = Path("/proc/meminfo")
+_GROUPS = Path("/proc/self/cgroup")
+_LIMITS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+}
 
 
 class _Mapped(NamedTuple):
@@ -107,11 +114,12 @@ class TableFiles:
             arrays[name] = np.frombuffer(mapped, dtype, count, _HEADER_BYTES).reshape(shape)
             self._mapped[key].append(_Mapped(mapped, _size_bytes(shape[1:], dtype)))
         paths = [self._directory / key / f"{name}.npy" for name in arrays]
+        maps = [each.map for each in self._mapped[key]]
         size_bytes = sum(each.nbytes for each in arrays.values())
         kept_bytes = sum(self._kept_bytes.values())
         if _AHEAD_BYTES < size_bytes <= _available_bytes() // 4 - kept_bytes:
             self._kept_bytes[key] = size_bytes
-            reading = threading.Thread(target=_read_into_memory, args=[paths], daemon=True)
+            reading = threading.Thread(target=_copy_into_memory, args=[paths, maps], daemon=True)
             reading.name = "stepcache tables"
             with contextlib.suppress(RuntimeError):  # The process is about to end.
                 reading.start()
@@ -170,22 +178,36 @@ class TableFiles:
 def _available_bytes() -> int:
     """Returns how much memory programs could still get; 0 if the system does not say, or has none.
 
-    What the kernel keeps of files counts, as it gives that up first.
+    What the kernel keeps of files counts, as it gives that up first. It is at most the limit of
+    the control groups of this process, as of a container.
     """
     with contextlib.suppress(OSError, ValueError):
         for line in _MEMORY.read_text().splitlines() if hasattr(os, "posix_fadvise") else ():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
+                return min(int(line.split()[1]) << 10, *_limits())
     return 0
 
 
-def _read_into_memory(paths: Sequence[Path]) -> None:
-    """Has the kernel read files into memory that it takes back when a program needs it."""
-    with contextlib.suppress(OSError):  # The table may be gone.
-        for path in paths:
-            with path.open("rb") as file:
-                for start in range(0, os.fstat(file.fileno()).st_size, _AHEAD_BYTES):
-                    os.posix_fadvise(file.fileno(), start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+def _limits() -> Iterator[int]:
+    """Yields how much memory each control group that holds this process may take."""
+    yield MAX_TABLE_BYTES
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        for controller in _LIMITS.keys() & set(controllers.split(",")):
+            root, name = _LIMITS[controller]
+            for directory in (inner := root / group[1:], *inner.parents):
+                with contextlib.suppress(OSError, ValueError):  # There may be none, or "max".
+                    yield int((directory / name).read_text())
+
+
+def _copy_into_memory(paths: Sequence[Path], maps: Sequence[mmap.mmap]) -> None:
+    """Reads the files of a table, and copies each page that is not yet a copy into its map."""
+    with contextlib.suppress(OSError):  # The table may be gone, or the kernel too old to copy.
+        for path, mapped in zip(paths, maps, strict=True):
+            with path.open("rb", buffering=0) as file:
+                read = bytearray(_AHEAD_BYTES)
+                while count := file.readinto(read):
+                    mapped.madvise(_POPULATE_WRITE, file.tell() - count, count)
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:

@@ -1,5 +1,7 @@
 """Tables in files: what outlives a crash at each point, what is written, and what it takes."""
 
+import contextlib
+import mmap
 import os
 import re
 import shutil
@@ -304,39 +306,65 @@ def test_a_table_may_be_larger_than_the_memory_and_the_disk(tmp_path):
     writer.durable.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system reads no files ahead")
+def can_copy_pages() -> bool:
+    with contextlib.suppress(OSError):
+        mmap.mmap(-1, 4096).madvise(table_files._POPULATE_WRITE)
+        return True
+    return False
+
+
+@pytest.mark.skipif(not can_copy_pages(), reason="the system copies no pages")
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_a_table_is_read_into_memory_if_it_takes_a_quarter_of_it(tmp_path, monkeypatch, is_scarce):
-    kind = TableType(1 << 12, [64], "float32", 0.0, 0, RowOptimizer("adam", 1.0))
+def test_a_table_is_copied_into_memory_if_it_takes_a_quarter_of_it(
+    tmp_path, monkeypatch, is_scarce
+):
+    kind = TableType(1 << 16, [64], "float32", 1.0, 0, RowOptimizer("adam", 1.0))
     size_bytes = sum(np.prod(shape) * each.itemsize for shape, each in kind.arrays().values())
-    read = {}
-
-    def asked(descriptor, start, size_bytes, how):
-        assert how == os.POSIX_FADV_WILLNEED
-        file = os.fstat(descriptor)
-        assert start == read.get(file.st_ino, 0)
-        read[file.st_ino] = min(start + size_bytes, file.st_size)
-
     available_bytes = 4 * size_bytes - is_scarce
     monkeypatch.setattr(table_files, "_available_bytes", lambda: available_bytes)
-    monkeypatch.setattr(os, "posix_fadvise", asked)
     files = TableFiles(tmp_path / "tables")
     files.make("t", kind)
-    files.open("t", kind)
+    expected = np.concatenate([*kind.noise()])
+    before = anonymous_bytes()
+    arrays = files.open("t", kind)
+    arrays["rows"][::100] = 7  # While they are copied.
+    expected[::100] = 7
     for thread in threading.enumerate():
         if thread.name == "stepcache tables":
             thread.join(30)
-    paths = (tmp_path / "tables" / "t").iterdir()
-    found = {path.stat().st_ino: path.stat().st_size for path in paths}
-    assert read == ({} if is_scarce else found)
+    copied_bytes = anonymous_bytes() - before
+    assert copied_bytes < size_bytes / 2 if is_scarce else copied_bytes > 0.9 * size_bytes
+    assert np.array_equal(arrays["rows"], expected)
 
 
 def test_what_is_available_is_read_from_the_system(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(table_files, "_GROUPS", tmp_path / "cgroup")
     assert table_files._available_bytes() == 0
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    3 kB\n")
     assert table_files._available_bytes() == 3072 * hasattr(os, "posix_fadvise")
-    table_files._read_into_memory([tmp_path / "gone"])
+    table_files._copy_into_memory([tmp_path / "gone"], [mmap.mmap(-1, 4096)])
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no control groups")
+@pytest.mark.parametrize(
+    "controller, line", [("", "0::"), ("memory", "3:cpu:/a\n4:hugetlb,memory:")]
+)
+@pytest.mark.parametrize(
+    "inner, outer, found", [("max", 2048, 2048), (1024, 2048, 1024), (9999, "max", 3072)]
+)
+def test_a_container_may_have_less_memory(
+    tmp_path, monkeypatch, controller, line, inner, outer, found
+):
+    (tmp_path / "meminfo").write_text("MemAvailable:    3 kB\n")
+    (tmp_path / "cgroup").write_text(f"{line}/pod/main\n")
+    (tmp_path / "groups" / "pod" / "main").mkdir(parents=True)
+    for group, limit in (("pod/main", inner), ("pod", "max"), ("", outer)):
+        (tmp_path / "groups" / group / "limit").write_text(f"{limit}\n")
+    monkeypatch.setattr(table_files, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(table_files, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setitem(table_files._LIMITS, controller, (tmp_path / "groups", "limit"))
+    assert table_files._available_bytes() == found
 
 
 def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):
