@@ -45,7 +45,10 @@ class Held:
             if origin_of(each) == PYTHON:  # It may keep a registry of its own.
                 members = [member for member in members if type(member) not in CONTAINERS]
             values += members
-        owners += filter(None, map(function_in, values))
+        owners += [each for each in values if type(each) is types.FunctionType]
+        owners += filter(
+            None, map(function_in, (each for each in values if type(each) in _METHODS))
+        )
         containers = [each for each in values if type(each) in CONTAINERS]
         dictionaries: list[dict] = []
         for _ in range(_CONTAINERS_DEEP):
@@ -147,9 +150,9 @@ _IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPF
 
 def function_in(value: Any) -> types.FunctionType | None:
     """A function written in Python, by itself or in a property or a method of a class."""
-    kind = type(value)
-    if kind is property:
-        value = value.fget
-    elif kind is staticmethod or kind is classmethod:
-        value = value.__func__
+    if type(value) in _METHODS:
+        value = value.fget if type(value) is property else value.__func__
     return value if type(value) is types.FunctionType else None
+
+
+_METHODS = frozenset((property, staticmethod, classmethod))

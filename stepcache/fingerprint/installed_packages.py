@@ -163,21 +163,25 @@ class _ModuleState:
         """Determines what names mean, and keeps the objects that this was derived from."""
         held = Held()
         try:
-            found = {name: self._look_up(name) for name in names}
+            varying = content_of(self._name).varying
+            found = {name: self._look_up(name, varying) for name in names}
             held.hold([self._space[name] for name, (_, holds) in found.items() if holds])
         except BaseException:
             _classes.clear()  # Some of them may not be held.
             raise
         self.held.append(held)
-        _all_held.add(held)
+        _added.append(held)
         self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
 
-    def _look_up(self, name: str) -> tuple[Meaning, bool]:
-        """What a name means, and whether to hold on to its value."""
+    def _look_up(self, name: str, varying: frozenset[str]) -> tuple[Meaning, bool]:
+        """What a name means, and whether to hold on to its value.
+
+        `varying` are the globals that the module's own functions assign.
+        """
         value = self._space.get(name, _GONE)
         kinds: Any = (types.FunctionType, type, types.ModuleType)
         fixed = issubclass(type(value), kinds) and value.__name__.endswith(name)  # Its definition.
-        varies = not fixed and name in content_of(self._name).varying
+        varies = not fixed and name in varying
         meaning = Meaning()
         if self._has_state and (varies or (self._name, name) in REPLACED):
             meaning.text = f"{name} varies"
@@ -231,6 +235,7 @@ _classes: dict[int, tuple[type, Meaning]] = {}
 _lock = threading.RLock()
 _states: dict[str, _ModuleState] = {}
 _all_held = Held()
+_added: list[Held] = []  # They are added to `_all_held` when it is next asked for.
 _replacements = 0
 
 
@@ -242,16 +247,17 @@ def look_again() -> None:
         for name in others:
             del _states[name]
         _replacements += sum(name.partition(".")[0] in OF_JAX for name in others)
-        names_hold = all(map(_ModuleState.has_its_names, _states.values()))
-        if not others and names_hold and _all_held.is_same():
+        is_same = all(each.is_same() for each in _added)
+        while _added:
+            _all_held.add(_added.pop())
+        is_same &= all(map(_ModuleState.has_its_names, _states.values()))
+        if not others and is_same and _all_held.is_same():
             return
         _classes.clear()
         for state in _states.values():
             state.look()
         _all_held = Held()
-        for state in _states.values():
-            for each in state.held:
-                _all_held.add(each)
+        _added[:] = [each for state in _states.values() for each in state.held]
 
 
 def replacements() -> int:

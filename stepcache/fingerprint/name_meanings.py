@@ -111,60 +111,57 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
         return "immutable"
     keeps_state = origin_of(cls) == PYTHON  # As `weakref.finalize` keeps a registry and marks.
     name = qualified_name(cls)
-    module, qualified = cls.__module__, cls.__qualname__
+    module, prefix = cls.__module__, f"{cls.__qualname__}."
+    package = str(module).partition(".")[0]
     texts = [name]
     for attribute, value in sorted(members_of(cls)):
-        if (
-            type(value) is types.FunctionType
-            and value.__module__ == module
-            and value.__qualname__ == f"{qualified}.{attribute}"
-            and not value.__defaults__
-            and origin_of_file(value.__code__.co_filename) != USER
-        ):
-            texts.append(attribute)  # Most are such.
-            continue
-        if type(value) in instances.DESCRIPTORS:
+        kind = type(value)
+        if kind is types.FunctionType:
+            if (
+                value.__module__ == module
+                and value.__qualname__ == prefix + attribute
+                and not value.__defaults__
+                and origin_of_file(value.__code__.co_filename) != USER
+            ):
+                texts.append(attribute)  # Most are such.
+                continue
+        elif kind in instances.DESCRIPTORS:
             texts.append(f"{attribute} {value.__objclass__.__qualname__}.{value.__name__}")
             continue
-        text, function = _name_of_function(value), function_in(value)
+        function = function_in(value)
         if keeps_state and function is None and not callable(value):
             continue
-        is_own = function is not None and function.__module__ == module
-        if is_own and text is not None and text.endswith(attribute):
+        text = _name_of_function(value, function) if function is not None else None
+        if text is not None and function.__module__ == module and text.endswith(attribute):
             texts.append(f"{attribute} {text}")
             continue
-        if text is None and type(value) in CONTAINERS and attribute.startswith("__"):
+        if text is None and kind in CONTAINERS and attribute.startswith("__"):
             text = None if has_state else container_text(value)  # Python's, as of a dataclass.
-            text = text or type(value).__name__
+            text = text or kind.__name__
         if text is None:
             text = text_of(notes, f"{name}.{attribute}", value, has_state)
-        if has_state and _is_of_another_module(value, cls) and text != "the user's":
-            # Put there by another module of the package, as jax.shard_map's does when imported.
+        is_function = kind is types.FunctionType
+        is_moved = is_function and value.__module__ != module and text != "the user's"
+        if is_moved and has_state and str(value.__module__).partition(".")[0] == package:
+            # Put there by another module of it, as jax.shard_map's does when imported.
             notes.once(f"{LATE}{name}.{attribute}", text)
             continue
         texts.append(f"{attribute} {text}")
-        if attribute.startswith("_"):
-            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
-        elif type(value) is types.FunctionType:
+        if is_function and not attribute.startswith("_"):
             worth = not text.endswith(f".{attribute}")
         else:
-            worth = not has_state and plain_text(value) is not None
+            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
         if worth:
             notes.once(f"{name}.{attribute}", text)
     return digest(texts)
 
 
-def _is_of_another_module(value: Any, cls: type) -> bool:
-    if type(value) is not types.FunctionType or value.__module__ == cls.__module__:
-        return False
-    package, own = (str(each.__module__).partition(".")[0] for each in (value, cls))
-    return package == own
+def _name_of_function(value: Any, function: types.FunctionType) -> str | None:
+    """The name of a value whose function is an installed package's own; None of any other.
 
-
-def _name_of_function(value: Any) -> str | None:
-    """The name of a function, method or property that is an installed package's own, or None."""
-    function = function_in(value)
-    if function is None or (function is not value and function.__dict__):
+    `function` is that of the value, as `function_in` returns it.
+    """
+    if function is not value and function.__dict__:
         return None
     filename = function.__code__.co_filename
     if filename.startswith("<") or origin_of_file(filename) == USER:
@@ -180,7 +177,9 @@ def _name_with_defaults(function: types.FunctionType) -> str:
 
 def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     """What a name stands for, as far as that is the same in each process."""
-    if (name := _name_of_function(value)) is not None:
+    function = function_in(value)
+    name = _name_of_function(value, function) if function is not None else None
+    if name is not None:
         return name
     kind = type(value)
     is_users = path in _OF_THE_USERS
