@@ -146,14 +146,7 @@ class Levels:
         """See `trace`; None if it shared a trace made before an object of JAX was replaced."""
         request, archive, stopwatch = call.request, call.archive, call.stopwatch
         with stopwatch.stage("hash"):
-            with self._lock:
-                recorded = self._recording
-            known = lookup.extend(lookup.used_by(recorded)).dependencies
-            changes = self._changes_to(known)
-            if changes:  # What the traces before it used does not concern this one.
-                self._record_anew()
-                lookup.restart()
-                known = lookup.base.dependencies
+            known, changes = self._known_before(lookup)
             own = lookup.own_code()
             # To record what will not be stored would cost each start time for nothing.
             records = not result.is_never_stored or call.watch or sharing is not None
@@ -198,6 +191,18 @@ class Levels:
             outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
             resolution = _to_store(resolution, lookup.address, archive, traced, outline)
         return resolution, traced.dependencies, traced.used
+
+    def _known_before(self, lookup: Lookup) -> tuple[dict[str, str], tuple[Change, ...]]:
+        """What is known before a trace: its dependencies, and those that have changed."""
+        with self._lock:
+            recorded = self._recording
+        known = lookup.extend(lookup.used_by(recorded)).dependencies
+        changes = self._changes_to(known)
+        if changes:  # What the traces before it used does not concern this one.
+            self._record_anew()
+            lookup.restart()
+            known = lookup.base.dependencies
+        return known, changes
 
     def _examined(
         self,
