@@ -56,19 +56,14 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
     for name, each in state.items():
-        known = cls.__module__, name
-        if known == _HASH_OF_THE_REST:
-            continue
-        if (selective and not is_special(name)) or known == _RESOLVED:
+        if (selective and not is_special(name)) or (cls.__module__, name) == _RESOLVED:
             walk.when_named(name, f"{path}.{name}", each)
         else:
             walk.value(f"{path}.{name}", each)
 
 
-# They differ in each process. What resolvers gave before, such as the time that hydra asks for, is
-# named by code that asks them.
+# What resolvers gave before, such as the time that hydra asks for, is named by code that asks them.
 _RESOLVED = ("omegaconf.base", "resolver_cache")
-_HASH_OF_THE_REST = ("beartype._conf.confmain", "_hash")
 
 
 def _note_content(walk: Trail, path: str, value: Any) -> None:

@@ -35,7 +35,11 @@ _NOT_TAKEN_APART = frozenset(("itertools", "_io", "io", "weakref"))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes kept in an instance itself, in slots and in its `__dict__`."""
+    """The attributes kept in an instance itself, in slots and in its `__dict__`.
+
+    Not the hash that a class of a package, such as flax's `FrozenDict`, keeps once it was asked
+    for: that of a string is another in each process.
+    """
     state: dict[str, Any] = {}
     for name, descriptor in _slot_descriptors(type(value)):
         with contextlib.suppress(AttributeError):  # It is empty.
@@ -44,7 +48,19 @@ def attributes_of(value: Any) -> dict[str, Any]:
         found = object.__getattribute__(value, "__dict__")
         if isinstance(found, dict):
             state.update(found)
+    for name in state.keys() & _HASHES:
+        if type(state[name]) in (int, types.NoneType) and _has_hash_of_package(type(value)):
+            del state[name]
     return state
+
+
+_HASHES = frozenset("_hash _hashed _hash_value _cached_hash".split())
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_hash_of_package(cls: type) -> bool:
+    owner = next(base for base in cls.__mro__ if "__hash__" in vars(base))
+    return owner is not object and origin_of(owner) != USER
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import types
+from textwrap import dedent
 
 import jax
 import pytest
@@ -478,13 +479,16 @@ def test_functions_that_beartype_makes(install, tmp_path):
     class BeartypeConf:
         def __init__(self, given):
             self._conf_args, self._hash = given, hash(given)
+
+        def __hash__(self):
+            return self._hash
     """
     files = {"__init__.py": "", "_conf/__init__.py": "", "_conf/confmain.py": text}
     install("beartype", files)
     source = """
     from beartype._conf.confmain import BeartypeConf
 
-    address, seed, kind = 100, "a", "float"
+    address, seed, kind = 100, 1, "float"
     conf = BeartypeConf(("args",))
     conf._hash = seed
     made = {"BeartypeConf": BeartypeConf, "conf": conf, "__name__": "life"}
@@ -499,13 +503,67 @@ def test_functions_that_beartype_makes(install, tmp_path):
         return scale(x)
     """
     start(source, "beartype", tmp_path)
-    later = source.replace('100, "a"', '208, "b"')
+    later = source.replace("100, 1", "208, 2")
     assert levels(start(later, "beartype", tmp_path)) == WITHOUT_A_TRACE
     other = start(later.replace('"float"', '"int"'), "beartype", tmp_path)
     assert levels(other) == WITHOUT_COMPILING
     assert "(default __beartype_object_0): class builtins.float → class builtins.int" in str(
         other.step.last_miss
     )
+
+
+@pytest.mark.parametrize("kind", ["FrozenDict", "Frozen"])
+def test_a_hash_that_an_object_of_a_package_remembers(kind, install, tmp_path):
+    text = """
+    class Frozen:
+        def __init__(self, given):
+            self.given, self._hash = given, None
+
+        def __getitem__(self, name):
+            return self.given[name]
+
+        def __hash__(self):
+            self._hash = self._hash or hash(tuple(self.given))
+            return self._hash
+    """
+    install("frozen_pkg", {"__init__.py": "from flax.core import FrozenDict\n" + dedent(text)})
+    source = f"""
+    from frozen_pkg import {kind}
+
+    names = {kind}({{"scale": 2.0}})
+
+    @sc.step
+    def step(x):
+        return x * names["scale"]
+
+    assert isinstance(hash(names), int)  # That of a string is another in each process.
+    """
+    start(source, "frozen_pkg", tmp_path)
+    assert levels(start(source, "frozen_pkg", tmp_path)) == WITHOUT_A_TRACE
+    unasked = source.replace("isinstance(hash(names), int)", "True")
+    assert levels(start(unasked, "frozen_pkg", tmp_path)) == WITHOUT_A_TRACE
+    edited = source.replace("2.0", "2")
+    assert levels(start(edited, "frozen_pkg", tmp_path)) == WITHOUT_COMPILING
+
+
+def test_a_hash_of_the_users_own_is_an_attribute(tmp_path):
+    source = """
+    class Frozen:
+        def __init__(self):
+            self._hash = 2
+
+        def __hash__(self):
+            return 5
+
+    frozen = Frozen()
+
+    @sc.step
+    def step(x):
+        return x * frozen._hash
+    """
+    start(source, "", tmp_path)
+    edited = source.replace("_hash = 2", "_hash = 2.0")
+    assert levels(start(edited, "", tmp_path)) == WITHOUT_COMPILING
 
 
 def test_a_trace_that_copies_an_object(tmp_path):
