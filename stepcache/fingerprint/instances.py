@@ -68,7 +68,7 @@ def _slot_descriptors(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (name, descriptor)
         for base in cls.__mro__
-        for name, descriptor in vars(base).items()
+        for name, descriptor in list(vars(base).items())
         if isinstance(descriptor, types.MemberDescriptorType) and name in slots_of(base)
     )
 

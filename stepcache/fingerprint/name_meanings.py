@@ -101,7 +101,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
     """What a class has of its own. To look at its annotations may give it empty ones."""
     return [
         (name, value)
-        for name, value in vars(cls).items()
+        for name, value in list(vars(cls).items())  # Another thread may add some.
         if name not in _UNTOLD and (name != "__annotations__" or value)
     ]
 
