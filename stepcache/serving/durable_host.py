@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepcache.errors import VariablesError, first_line
+from stepcache.errors import first_line
 from stepcache.serving import host_directory, snapshots
 from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
