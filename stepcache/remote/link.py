@@ -26,6 +26,7 @@ _WAIT_SECONDS = 1.0  # After which a wait looks again whether the tasks were los
 _ANSWER_SECONDS = 10.0  # That the coordinator may take to say where the tasks are.
 _COORDINATOR_ENDED = "the coordinator of the tasks has ended"
 _log = logging.getLogger("stepcache")
+_SILENT_SECONDS = 2.0  # Before it logs that no tasks are there.
 
 
 class Link:
@@ -89,7 +90,11 @@ class Link:
             raise
 
     def _connect(self, deadline: float) -> None:
+        silent_until = time.monotonic() + _SILENT_SECONDS
         while (channel := self._opened_channel()) is None:
+            if time.monotonic() > silent_until:
+                _log.warning("waiting for `stepcache serve --tasks`, at %s", self.where)
+                silent_until = math.inf
             if time.monotonic() > deadline:
                 raise TaskError(
                     "no tasks run in this directory" if self.shares else "no such tasks run",

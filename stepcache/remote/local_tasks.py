@@ -38,14 +38,18 @@ class LocalTasks(TaskGroup):
         owner: a process without which nobody needs the tasks, nor the directory; None for none.
 
     Raises:
-        StepCacheError: other tasks run in this directory.
+        StepCacheError: other tasks run in this directory, or it cannot be created.
         CacheDirectoryError: other users can write to the directory.
     """
 
     def __init__(self, directory: Path, tasks: int, devices: int, owner: Process | None = None):
         self.directory = directory = directory.expanduser().resolve()
-        make_directory(directory)
-        lock = file_lock.lock(directory / LOCK_FILE)
+        try:
+            make_directory(directory, "tasks", "name another directory")
+            lock = file_lock.lock(directory / LOCK_FILE)
+        except OSError as error:
+            what, got = "the tasks cannot use this directory", str(error)
+            raise StepCacheError(what, where=str(directory), got=got) from error
         if lock is None:
             process = file_lock.holder(directory / LOCK_FILE)
             got = f"process {process.pid if process else '?'}"

@@ -135,7 +135,7 @@ def _started(tasks: int, devices: int, name: str | None) -> Path:
         directory = Path(tempfile.mkdtemp(prefix="stepcache-tasks-"))
     else:
         directory = named_directory(name)
-        make_directory(directory)
+        make_directory(directory, "tasks", "choose another name")
         found = address(directory)
         process = Process.parse(found["process"]) if found else None
         if found and process is not None and not process.has_ended():

@@ -17,7 +17,7 @@ from stepcache.serving.optimizers import export_rule, types_of
 from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.row_cache import RowCache
 from stepcache.serving.served import Served
-from stepcache.serving.tables import TableType
+from stepcache.serving.tables import MAX_ROWS, TableType
 from stepcache.sharding import current_placer, processes_of
 from stepcache.units import readable_bytes
 from stepcache.variables.describing import check_not_tracing, describe, joined
@@ -299,7 +299,7 @@ def _check_name(name: object, where: str) -> None:
 
 
 def _check_table_type(
-    rows: object, shape: object, dtype: np.dtype, optimizer: object, stddev: Any, seed: Any
+    rows: Any, shape: object, dtype: np.dtype, optimizer: object, stddev: Any, seed: Any
 ) -> None:
     def are_counts(sizes: Any, least: int) -> bool:
         return all(isinstance(each, int | np.integer) and each >= least for each in sizes)
@@ -308,10 +308,11 @@ def _check_table_type(
     takes_gradients = is_optimizer and optimizer.learning_rate > 0
     is_float = jax.numpy.issubdtype(dtype, np.inexact)
     numbers = "float32 or another type of floats" if takes_gradients else "a type of numbers"
+    is_count = are_counts([rows], 1) and rows <= MAX_ROWS
     is_shape = isinstance(shape, Sequence) and are_counts(shape, 0)
     is_spread = isinstance(stddev, int | float | np.number) and 0 <= stddev < math.inf
     for argument, given, is_legal, expected in (
-        ("rows", rows, are_counts([rows], 1), "the number of rows, an int ≥ 1"),
+        ("rows", rows, is_count, f"the number of rows, an int from 1 to {MAX_ROWS:,}"),
         ("shape", shape, is_shape, "the shape of one row, such as (64,)"),
         ("optimizer", optimizer, is_optimizer, 'a RowOptimizer, such as RowOptimizer("adam", 0.1)'),
         ("stddev", stddev, is_spread, "a standard deviation: a number ≥ 0"),
@@ -320,7 +321,7 @@ def _check_table_type(
     ):
         if not is_legal:
             raise OptionError(
-                f"there is no table with this {argument}",
+                f"a table cannot be made: {argument} is invalid",
                 where=f"table({argument}=...)",
                 expected=expected,
                 got=repr(given),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepcache.errors import VariablesError, first_line
+from stepcache.errors import first_line
 from stepcache.serving import host_directory, snapshots
 from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
@@ -70,8 +70,8 @@ class DurableHost:
         seconds: durations of the last requests.
 
     Raises:
-        VariablesError: another process serves this directory; its snapshots cannot be read; or they
-            belong to another number of hosts.
+        VariablesError: another process serves this directory; its files cannot be read or written;
+            or they belong to another number of hosts.
         CacheDirectoryError: other users can write to the directory.
     """
 
@@ -94,30 +94,27 @@ class DurableHost:
         self._images = Images(self.directory)
         self.hosts = hosts
         try:
-            host_directory.check_hosts(self.directory, hosts)
-            self._files = TableFiles(self.directory / "tables")
-            self._unmerged, self._snapshot = snapshots.newest(path, allocate, self._files.moment)
-            stored = self._unmerged.moment if self._unmerged else 0
-            state = self._newer(self._unmerged, allocate)
-            if state is not self._unmerged:
-                self._unmerged = None  # The next snapshot holds all rows that are not in the files.
-            epoch, was_stopped = host_directory.next_epoch(self.directory)
-            self.host = Host(epoch, allocate, ExportedRule, self._files, state)
-            self._files.remove_others({each.key for each in self.host.tables.held.values()})
-        except BaseException as error:
+            with host_directory.unusable(self.directory):
+                host_directory.check_hosts(self.directory, hosts)
+                self._files = TableFiles(self.directory / "tables")
+                newest = snapshots.newest(path, allocate, self._files.moment)
+                self._unmerged, self._snapshot = newest
+                stored = self._unmerged.moment if self._unmerged else 0
+                state = self._newer(self._unmerged, allocate)
+                if state is not self._unmerged:
+                    self._unmerged = None  # The next snapshot holds all rows not in the files.
+                epoch, was_stopped = host_directory.next_epoch(self.directory)
+                self.host = Host(epoch, allocate, ExportedRule, self._files, state)
+                self._files.remove_others({each.key for each in self.host.tables.held.values()})
+                known = host_directory.writers(self.directory)
+                alive = _alive(known or {}, state)
+                host_directory.store_writers(self.directory, alive)
+        except BaseException:
             self.close()
-            if isinstance(error, OSError):
-                where, got = str(self.directory), str(error)
-                raise VariablesError(
-                    "the directory cannot be served", where=where, got=got
-                ) from error
             raise
         self._started = self._checked = time.monotonic()
-        known = host_directory.writers(self.directory)
-        alive = _alive(known or {}, state)
         if not was_stopped:
             self.host.waiting_for = {*alive, *([""] if known is None else [])}
-        host_directory.store_writers(self.directory, alive)
         self._writers = set(alive)
         self._stored = StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.

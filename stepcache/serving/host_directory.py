@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from stepcache.errors import VariablesError
@@ -15,6 +16,27 @@ _LOCK = "lock"
 _EPOCH, _HOSTS, _STOPPED, _WRITERS = "epoch", "hosts", "stopped", "writers"
 
 
+def make(directory: Path) -> None:
+    """Creates a directory for variables, or checks the one that is there.
+
+    Raises:
+        VariablesError: it cannot be created.
+        CacheDirectoryError: other users can write to the directory.
+    """
+    with unusable(directory):
+        make_directory(directory, "served variables", "name another directory")
+
+
+@contextlib.contextmanager
+def unusable(directory: Path) -> Iterator[None]:
+    """Raises `VariablesError` with the directory in the place of an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        what, got = "the directory cannot be served", str(error)
+        raise VariablesError(what, where=str(directory), got=got) from error
+
+
 def lock(directory: Path) -> int:
     """Locks a directory for this process; creates it if it does not exist.
 
@@ -22,11 +44,12 @@ def lock(directory: Path) -> int:
         A file descriptor. Closing it unlocks the directory.
 
     Raises:
-        VariablesError: another process has locked the directory.
+        VariablesError: another process has locked the directory, or it cannot be created.
         CacheDirectoryError: other users can write to the directory.
     """
-    make_directory(directory)
-    descriptor = file_lock.lock(directory / _LOCK)
+    make(directory)
+    with unusable(directory):
+        descriptor = file_lock.lock(directory / _LOCK)
     if descriptor is None:
         process = file_lock.holder(directory / _LOCK)
         raise VariablesError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepcache.serving import host_directory
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_transport import (
@@ -81,7 +82,8 @@ class LocalServer:
             Listener(address), lambda made: Channel(made, splitter(MAX_REQUEST_BYTES))
         )
         data = {"address": address, "epoch": self.host.epoch, "process": str(Process.current())}
-        replace_file(self.directory / ADDRESS_FILE, json.dumps(data))
+        with host_directory.unusable(self.directory):
+            replace_file(self.directory / ADDRESS_FILE, json.dumps(data))
 
     def run(self) -> bool:
         """Serves until `stop`. Returns whether its last snapshot holds all writes."""

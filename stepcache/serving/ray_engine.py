@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
+from stepcache.serving import host_directory
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
 from stepcache.serving.local_server import LocalServer
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
@@ -37,7 +38,6 @@ from stepcache.serving.shared_memory import Block, Pool, private
 from stepcache.serving.transport import place_of
 from stepcache.storage import plain
 from stepcache.storage.load_markers import Process
-from stepcache.storage.private_files import make_directory
 from stepcache.units import counted
 
 # After `ray_transport`, which raises a helpful error if Ray is not installed.
@@ -231,7 +231,7 @@ def start(
 
 
 def _start(name: str, directory: str, number: int, options: dict[str, Any], shares: bool) -> About:
-    make_directory(Path(directory))
+    host_directory.make(Path(directory))
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     own = nodes.index(ray.get_runtime_context().get_node_id())
     node = nodes[(own + number) % len(nodes)]

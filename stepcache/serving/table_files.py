@@ -41,10 +41,11 @@ _AHEAD_BYTES = 128 << 10  # Copied in a fraction of a millisecond, while no Pyth
 _POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE` of Linux 5.14; an error before.
 _MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
-_LIMITS = {
-    "": (Path("/sys/fs/cgroup"), "memory.max"),
-    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+_LIMITS = {  # Where the control groups are, and their files: the limit, and what is taken of it.
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
+_OF_FILES = ("inactive_file", "active_file")  # Not of shared memory, which stays.
 
 
 class _Mapped(NamedTuple):
@@ -178,8 +179,8 @@ class TableFiles:
 def _available_bytes() -> int:
     """Returns how much memory programs could still get; 0 if the system does not say, or has none.
 
-    What the kernel keeps of files counts, as it gives that up first. It is at most the limit of
-    the control groups of this process, as of a container.
+    What the kernel keeps of files counts, as it gives that up first. It is at most what the limits
+    of the control groups of this process leave, as that of a container.
     """
     with contextlib.suppress(OSError, ValueError):
         for line in _MEMORY.read_text().splitlines() if hasattr(os, "posix_fadvise") else ():
@@ -189,15 +190,30 @@ def _available_bytes() -> int:
 
 
 def _limits() -> Iterator[int]:
-    """Yields how much memory each control group that holds this process may take."""
+    """Yields how much more memory each control group that holds this process may take."""
     yield MAX_TABLE_BYTES
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
         _, controllers, group = line.split(":", 2)
         for controller in _LIMITS.keys() & set(controllers.split(",")):
-            root, name = _LIMITS[controller]
+            root, *names = _LIMITS[controller]
             for directory in (inner := root / group[1:], *inner.parents):
                 with contextlib.suppress(OSError, ValueError):  # There may be none, or "max".
-                    yield int((directory / name).read_text())
+                    yield _left_bytes(directory, *names)
+
+
+def _left_bytes(group: Path, limit: str, taken: str) -> int:
+    """Returns how much more memory a control group may take; its limit if it does not say more.
+
+    Raises `OSError` or `ValueError` if it has no limit.
+    """
+    limit_bytes = int((group / limit).read_text())
+    with contextlib.suppress(OSError, ValueError):
+        rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Version 1 has a "total_" for a group with those in it, which version 2 always means.
+        files = sum(int(rows.get(f"total_{kind}", rows.get(kind, 0))) for kind in _OF_FILES)
+        taken_bytes = int((group / taken).read_text()) - files
+        return max(0, limit_bytes - max(0, taken_bytes))
+    return limit_bytes
 
 
 def _copy_into_memory(paths: Sequence[Path], maps: Sequence[mmap.mmap]) -> None:

@@ -19,6 +19,7 @@ from stepcache.storage.entry import KEY_BYTES
 
 _ATTEMPTS = 3
 _MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
+_CACHE, _ELSEWHERE = "the program cache", "name another directory in STEPCACHE_DIR"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -54,8 +55,13 @@ def absolute(directory: str | os.PathLike, where: str) -> Path:
     raise CacheDirectoryError(what, where=where, got=os.fsdecode(directory))
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -> None:
     """Makes a directory for this user alone, its missing parents too, or checks the one there is.
+
+    Args:
+        path: the directory.
+        of: what the directory is of, for errors.
+        elsewhere: what to do if it cannot be used, for errors.
 
     Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
     """
@@ -66,10 +72,10 @@ def make_directory(path: Path) -> None:
         # Not more for the parents: under a loose umask the check below would refuse them.
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o700)
-    check_directory(path)
+    check_directory(path, of, elsewhere)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -> None:
     """Checks that a directory belongs to this user, and that no other can write to it.
 
     What is stored there is run, so whoever can write there can run code as this user. A symbolic
@@ -77,30 +83,27 @@ def check_directory(path: Path) -> None:
 
     Raises `CacheDirectoryError` if not, `OSError` if the directory is not there.
     """
-    found, elsewhere = path.stat(), "name another directory in STEPCACHE_DIR"
+    found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
-        what, hint = (
-            "The place of the program cache is not a directory",
-            f"remove it, or {elsewhere}",
-        )
+        what, hint = f"The place of {of} is not a directory", f"remove it, or {elsewhere}"
         raise CacheDirectoryError(what, where=str(path), hint=hint)
     got = {"where": str(path), "got": f"owner {found.st_uid}, {_mode(found.st_mode)}"}
     if found.st_uid != os.geteuid():
         raise CacheDirectoryError(
-            "The directory of the program cache belongs to another user, who could put code there",
+            f"The directory of {of} belongs to another user, who could put code there",
             expected=f"owner {os.geteuid()}",
-            hint="name a directory of your own in STEPCACHE_DIR",
+            hint=elsewhere,
             **got,
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
-        what = "Others can write to the directory of the program cache, and so put code there"
+        what = f"Others can write to the directory of {of}, and so put code there"
         hint = f"chmod 700 {path}, or {elsewhere}"
         raise CacheDirectoryError(what, expected="mode 0700", hint=hint, **got)
     for parent in {path.parent, path.resolve().parent}:
         mode = parent.stat().st_mode
         if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
             raise CacheDirectoryError(
-                "Others can put another directory in the place of the program cache",
+                f"Others can put another directory in the place of {of}",
                 where=str(parent),
                 expected="a parent that only its owner can write to, or one with the sticky bit",
                 got=_mode(mode),
@@ -263,6 +266,6 @@ def socket_path(directory: Path) -> str:
         private = Path(parent) / f"stepcache-{os.geteuid()}"
         path = str(private / f"{name}.ipc")
         if len(path) <= _MAX_SOCKET_PATH:
-            make_directory(private)
+            make_directory(private, "sockets", "set TMPDIR to another directory")
             return path
     raise CacheDirectoryError("there is no directory with a short path for a socket", got=path)

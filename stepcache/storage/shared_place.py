@@ -16,6 +16,7 @@ from stepcache.storage.load_markers import unique_name
 KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
 _URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
 _WAIT_SECONDS = 2.0
+_USE = ("the shared cache", "name another directory in STEPCACHE_REMOTE")  # For errors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,10 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         )
     try:
         if writable:
-            private_files.make_directory(directory)
+            private_files.make_directory(directory, *_USE)
             temporary = directory / unique_name()
             return private_files.ensure_key(directory / "key", temporary)
-        private_files.check_directory(directory)
+        private_files.check_directory(directory, *_USE)
         key = private_files.load_key(directory / "key")
     except OSError as error:
         why = error.strerror or str(error)

@@ -474,7 +474,9 @@ def test_a_directory_of_ones_own_needs_no_key(tmp_path, monkeypatch):
     assert Machine(url, tmp_path).run() == [BUILT, BUILT]
     assert Machine(url, tmp_path).run() == [LOADED, LOADED]
     (tmp_path / "shared").chmod(0o777)
-    with pytest.raises(sc.CacheDirectoryError, match="Others can write"):
+    with pytest.raises(
+        sc.CacheDirectoryError, match="Others can write to the directory of the shared cache"
+    ):
         Machine(url, tmp_path)
 
 

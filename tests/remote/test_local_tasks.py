@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import stepcache as sc
-from stepcache.remote import connection, starting
+from stepcache.errors import TaskError
+from stepcache.remote import connection, link, starting
 from stepcache.remote.local_tasks import LocalTasks, address
 from stepcache.remote.messages import Kind, decode, packed
 from stepcache.serving.channel import Channel
@@ -226,3 +227,10 @@ def test_a_fork_closes_its_end_though_another_thread_had_the_lock(tasks):
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+def test_a_client_logs_once_that_it_waits_for_tasks(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(link, "_SILENT_SECONDS", 0.05)
+    with pytest.raises(TaskError, match="no tasks run in this directory"):
+        connection.Connection(tmp_path, timeout=0.3)
+    assert caplog.messages == [f"waiting for `stepcache serve --tasks`, at {tmp_path}"]

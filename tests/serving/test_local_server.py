@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache.serving import local_transport
+from stepcache.errors import VariablesError
+from stepcache.serving import host_directory, local_server, local_transport
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
@@ -201,7 +202,32 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     code, _, errors = run_command(tmp_path, "serve", "--variables", open_to_all)
-    assert code == 1 and "Others can write" in errors
+    assert code == 1 and "Others can write to the directory of served variables" in errors
+    assert f"chmod 700 {open_to_all}, or name another directory\n" in errors
+
+
+@pytest.mark.parametrize("name", ["under/a/file", "x" * 300], ids=["under a file", "too long"])
+def test_a_directory_that_cannot_be_made_is_an_error_without_a_traceback(tmp_path, name):
+    (tmp_path / "under").write_text("")
+    place = tmp_path / name
+    for arguments in (["--variables", place], ["--tasks", "1x1", "--directory", place]):
+        code, _, errors = run_command(tmp_path, "serve", *arguments)
+        assert code == 1 and f"at: {place}" in errors and "Traceback" not in errors, errors
+
+
+def test_a_full_disk_at_the_start_is_an_error_that_names_the_directory(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module in (host_directory.file_lock, host_directory, local_server):
+        name = "lock" if module is host_directory.file_lock else "replace_file"
+        with (
+            monkeypatch.context() as full,
+            pytest.raises(VariablesError, match="No space") as found,
+        ):
+            full.setattr(module, name, refuse)
+            local_server.LocalServer(tmp_path / name)
+        assert found.value.where == str(tmp_path / name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -397,7 +423,8 @@ def test_a_connection_that_the_garbage_collector_frees_holds_nobody_up(server):
 
 OWNER = """
 from pathlib import Path
-from stepcache.serving import local_transport
+from stepcache.errors import VariablesError
+from stepcache.serving import host_directory, local_server, local_transport
 from stepcache.serving.local_transport import address
 from stepcache.serving.measuring import own_server
 

@@ -363,8 +363,43 @@ def test_a_container_may_have_less_memory(
         (tmp_path / "groups" / group / "limit").write_text(f"{limit}\n")
     monkeypatch.setattr(table_files, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(table_files, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setitem(table_files._LIMITS, controller, (tmp_path / "groups", "limit"))
+    names = ("limit", "taken")
+    monkeypatch.setitem(table_files._LIMITS, controller, (tmp_path / "groups", *names))
     assert table_files._available_bytes() == found
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no control groups")
+@pytest.mark.parametrize(
+    "stat, found",
+    [
+        ("anon 900\ninactive_file 70\nactive_file 30\n", 2048 - 900),
+        ("inactive_file 7\ntotal_inactive_file 70\ntotal_active_file 30\n", 2048 - 900),
+        ("anon 900\n", 2048 - 1000),
+        ("inactive_file 9999\n", 2048),
+        ("inactive_file", 2048),
+        (None, 2048),
+    ],
+    ids=["version 2", "version 1", "no files", "more files", "damaged", "none"],
+)
+def test_what_a_container_has_taken_is_not_available(tmp_path, monkeypatch, stat, found):
+    (tmp_path / "meminfo").write_text("MemAvailable:    3 kB\n")
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "limit").write_text("2048\n")
+    (tmp_path / "taken").write_text("1000\n")
+    if stat is not None:
+        (tmp_path / "memory.stat").write_text(stat)
+    monkeypatch.setattr(table_files, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(table_files, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setitem(table_files._LIMITS, "", (tmp_path, "limit", "taken"))
+    assert table_files._available_bytes() == found
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no control groups")
+def test_a_full_container_has_nothing_available(tmp_path):
+    (tmp_path / "limit").write_text("2048\n")
+    (tmp_path / "taken").write_text("4096\n")
+    (tmp_path / "memory.stat").write_text("anon 4096\n")
+    assert table_files._left_bytes(tmp_path, "limit", "taken") == 0
 
 
 def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):

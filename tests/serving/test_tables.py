@@ -162,6 +162,7 @@ def test_what_is_no_row_is_refused(connection, name):
     [
         ("rows", {"rows": -1}),
         ("rows", {"rows": 1.5}),
+        ("rows", {"rows": 1 << 41}),
         ("shape", {"rows": 10, "shape": 2}),
         ("optimizer", {"rows": 10, "optimizer": "adam"}),
         ("stddev", {"rows": 10, "stddev": -1.0}),
@@ -176,7 +177,7 @@ def test_what_is_no_row_is_refused(connection, name):
 )
 def test_what_is_no_table_is_refused_by_the_argument_that_says_so(argument, arguments):
     with sc.connect("local:nowhere") as connection:  # It is never asked.
-        with pytest.raises(OptionError, match=f"no table with this {argument}"):
+        with pytest.raises(OptionError, match=f"cannot be made: {argument} is invalid"):
             connection.table("users", **arguments)
 
 
