@@ -20,6 +20,7 @@ from stepcache import jaxcompat
 from stepcache.calls.carry import carried_leaves, check_carry, settled_leaves
 from stepcache.calls.context import Scope
 from stepcache.calls.key import Key
+from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import CarryError, OptionError, TaskError
@@ -188,7 +189,7 @@ class Target:
         """Reads a call, and finds its program."""
         started = time.perf_counter()
         arguments = Arguments(self, args, kwargs)
-        request = engine.request(scope, *arguments.shown)
+        request = _request(engine, scope, arguments)
         program = self._known(request)
         if program is None:
             program = self._obtain(engine, scope, request, started, explicit=False)
@@ -202,7 +203,7 @@ class Target:
         """Has the program of a call compiled by the tasks, and runs nothing."""
         with self.lock:
             self.connection.ready()
-            request = engine.request(scope, *Arguments(self, args, kwargs).shown)
+            request = _request(engine, scope, Arguments(self, args, kwargs))
             if self._known(request) is None:
                 self._obtain(engine, scope, request, time.perf_counter(), explicit=True)
 
@@ -213,7 +214,7 @@ class Target:
     def planned(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> Planned:
         """Says what a call would do. Runs nothing."""
         arguments = Arguments(self, args, kwargs)
-        request = engine.request(scope, *arguments.shown)
+        request = _request(engine, scope, arguments)
         program = self._known(request)
         found = [arguments.sources.get(id(leaf)) for leaf in request.call.leaves]
         sources = [None if isinstance(each, jax.Array) else each for each in found]
@@ -363,3 +364,13 @@ class Target:
 
 def _added(value: Any, update: Any) -> Any:
     return jax.tree.map(jax.numpy.add, value, update)
+
+
+def _request(engine: Any, scope: Scope, arguments: Arguments) -> Request:
+    """Reads a call. Raises JAX's own error if the step cannot be called so."""
+    try:
+        return engine.request(scope, *arguments.shown)
+    except Unreadable:
+        args, kwargs = arguments.shown
+        engine.spec.jitted.trace(*args, **kwargs)
+        raise TaskError(f"{engine.spec.name} cannot be called so on tasks") from None
