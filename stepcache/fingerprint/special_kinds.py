@@ -79,6 +79,8 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
         walk.value(f"{path} (state)", state)
+    elif f"{kind.__module__}.{kind.__name__}" == "jaxlib._jax.Traceback":  # Of a line of a jaxpr.
+        walk.note(path, "Traceback")
     elif kind.__module__ == "flax.ids":  # A number that tells modules apart in this process.
         walk.note(path, kind.__name__)
     elif isinstance(value, logging.Logger):
