@@ -6,11 +6,13 @@ what a class of the user's adds to such an object is noted too. Containers are i
 
 from __future__ import annotations
 
+import contextvars
 import datetime
 import enum
 import functools
 import logging
 import os
+import random
 from collections.abc import Container
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -93,6 +95,9 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"context variable {value.name}")
         if (found := value.get(_MISSING)) is not _MISSING:
             walk.value(f"{path}.get()", found)
+        default = contextvars.Context().run(_default_of, value)
+        if default is not _MISSING:
+            walk.value(f"{path} (default)", default)
     elif isinstance(value, np.ufunc):
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
@@ -104,6 +109,14 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     else:
         return value is os.environ or value is os.environb  # What is read of it is recorded.
     return True
+
+
+def _default_of(variable: ContextVar) -> Any:
+    """What a variable gives in a context in which it has no value."""
+    try:
+        return variable.get()
+    except LookupError:
+        return _MISSING
 
 
 def levels_of_loggers() -> dict[str, Any]:
@@ -155,8 +168,16 @@ _SPECIAL_CLASSES: tuple[Any, ...] = (
 )
 
 
+_OF_THE_PROCESS = (
+    getattr(np.random.mtrand, "_rand", _MISSING),
+    getattr(random, "_inst", _MISSING),
+)
+
+
 def _random_state(value: Any) -> Any:
     """The state of a generator of random numbers, which says what it will give next."""
+    if any(value is each for each in _OF_THE_PROCESS):
+        return "the process's own"  # Where a trace draws from it, the recording says so.
     if isinstance(value, np.random.RandomState):
         return value.get_state()
     if isinstance(value, np.random.Generator):

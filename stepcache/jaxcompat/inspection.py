@@ -84,7 +84,8 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
 
     if isinstance(sharding, Mesh):
         kinds = ",".join(map(str, sharding.axis_types))
-        return f"{dict(sharding.shape)} ({kinds}) over {devices_of(sharding.devices.flat)}"
+        devices = () if sharding.empty else sharding.devices.flat
+        return f"{dict(sharding.shape)} ({kinds}) over {devices_of(devices)}"
     if isinstance(sharding, AbstractMesh):
         kinds = ",".join(map(str, sharding.axis_types))
         return f"{dict(sharding.shape)} ({kinds}), abstract"

@@ -58,6 +58,48 @@ def step(x): return jax.lax.cosh(x)
     ),
 ]
 
+# What JAX has made of a function before the step is traced.
+TRACED_BEFORE = [
+    Kind(
+        "closed_jaxpr",
+        """
+        from jax.extend.core import jaxpr_as_fun
+        given = np.arange(1, 9, dtype=np.float32)
+        JAXPR = jax.make_jaxpr(lambda x: x * «2.0¦3.0»)(given)
+        def step(x): return jaxpr_as_fun(JAXPR)(x)[0]
+        """,
+        "JAXPR",
+    ),
+    Kind(
+        "function_of_vjp",
+        """
+        given = np.arange(1, 9, dtype=np.float32)
+        _, backward = jax.vjp(lambda x: x * x * «2.0¦3.0», given)
+        def step(x): return backward(x)[0]
+        """,
+        "backward",
+    ),
+    Kind(
+        "linear_transpose",
+        """
+        given = np.arange(1, 9, dtype=np.float32)
+        transposed = jax.linear_transpose(lambda x: x * «2.0¦3.0», given)
+        def step(x): return transposed(x)[0]
+        """,
+        "transposed",
+    ),
+    Kind(
+        "exported_function",
+        """
+        from jax import export
+        made = export.export(jax.jit(lambda x: x * «2.0¦3.0»))(jax.ShapeDtypeStruct((8,), "f4"))
+        exported = export.deserialize(made.serialize())
+        def step(x): return exported.call(x)
+        """,
+        "exported",
+    ),
+]
+
 INSTALLED = [
     Kind(
         "function_of_jax_by_mine",
