@@ -30,6 +30,7 @@ from stepcache.jaxcompat import Tracer, inspection
 
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
+_MESHES = jax.sharding.Mesh | jax.sharding.AbstractMesh
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
 
 
@@ -65,7 +66,7 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"{kind.__name__} {short(repr(value))}")
     elif kind.__module__ == "typing":
         note_alias(walk, path, value)
-    elif isinstance(value, jax.sharding.Sharding | jax.sharding.Mesh):
+    elif isinstance(value, jax.sharding.Sharding | _MESHES):
         walk.note(path, f"{kind.__name__} {inspection.sharding_text(value)}")
     elif isinstance(value, jax.tree_util.PyTreeDef):
         walk.tree(path, value)
@@ -81,23 +82,16 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
         walk.value(f"{path} (state)", state)
-    elif f"{kind.__module__}.{kind.__name__}" == "jaxlib._jax.Traceback":  # Of a line of a jaxpr.
-        walk.note(path, "Traceback")
-    elif kind.__module__ == "flax.ids":  # A number that tells modules apart in this process.
-        walk.note(path, kind.__name__)
+    elif kind.__module__ == "flax.ids" or _full_name(kind) in _WHERE_A_JAXPR_IS_FROM:
+        walk.note(path, kind.__name__)  # Flax's are numbers that tell modules apart in a process.
     elif isinstance(value, logging.Logger):
         enabled = max(value.getEffectiveLevel(), value.manager.disable + 1)
         text = "disabled" if value.disabled else f"enabled from {enabled}"
         walk.note(path, f"logger {value.name}, level {value.level}, {text}")
-    elif f"{kind.__module__}.{kind.__name__}" in _FLAGS:
+    elif _full_name(kind) in _FLAGS:
         note_flags(walk, path, value)
     elif isinstance(value, ContextVar):
-        walk.note(path, f"context variable {value.name}")
-        if (found := value.get(_MISSING)) is not _MISSING:
-            walk.value(f"{path}.get()", found)
-        default = contextvars.Context().run(_default_of, value)
-        if default is not _MISSING:
-            walk.value(f"{path} (default)", default)
+        _note_context_variable(walk, path, value)
     elif isinstance(value, np.ufunc):
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
@@ -109,6 +103,18 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     else:
         return value is os.environ or value is os.environb  # What is read of it is recorded.
     return True
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def _note_context_variable(walk: Trail, path: str, variable: ContextVar) -> None:
+    walk.note(path, f"context variable {variable.name}")
+    default = contextvars.Context().run(_default_of, variable)
+    for name, value in ((".get()", variable.get(_MISSING)), (" (default)", default)):
+        if value is not _MISSING:
+            walk.value(path + name, value)
 
 
 def _default_of(variable: ContextVar) -> Any:
@@ -129,6 +135,9 @@ def levels_of_loggers() -> dict[str, Any]:
     }
     return {"disable": manager.disable, **dict(sorted(found.items()))}
 
+
+_WHERE_A_JAXPR_IS_FROM = ("jaxlib._jax.Traceback", "jax._src.linear_util.DebugInfo")
+"""Files, lines and names of arguments, for messages alone."""
 
 _FLAGS = ("absl.flags._flagvalues.FlagValues", "absl.flags._flagvalues.FlagHolder")
 

@@ -89,14 +89,14 @@ TRACED_BEFORE = [
         "transposed",
     ),
     Kind(
-        "exported_function",
+        "shape_over_an_abstract_mesh",
         """
-        from jax import export
-        made = export.export(jax.jit(lambda x: x * «2.0¦3.0»))(jax.ShapeDtypeStruct((8,), "f4"))
-        exported = export.deserialize(made.serialize())
-        def step(x): return exported.call(x)
+        mesh = jax.sharding.AbstractMesh((«2¦3»,), ("data",))
+        placed = jax.sharding.NamedSharding(mesh, jax.P("data"))
+        shape = jax.ShapeDtypeStruct((6,), "f4", sharding=placed)
+        def step(x): return x * shape.sharding.mesh.shape["data"]
         """,
-        "exported",
+        "shape",
     ),
 ]
 
