@@ -24,7 +24,7 @@ TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", 
 # Code that names one of these may read attributes that it does not name.
 DYNAMIC_ACCESS = frozenset(
     "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
-    "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace copy "
+    "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace evolve copy "
     "deepcopy dump dumps loads __reduce__ __reduce_ex__ __slots__ __dataclass_fields__ f_globals "
     "f_locals modules format format_map vformat".split()
 )

@@ -108,6 +108,9 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         walk.follow_class(type(cls))
     if isinstance(cls, abc.ABCMeta):
         walk.note(f"{name} (registered)", ", ".join(sorted(_registered(cls, True))))
+    if matched_as := [text for flag, text in _MATCHED_AS.items() if cls.__flags__ & flag]:
+        walk.note(f"{name} (matched as)", ", ".join(matched_as))
+    _note_protocol(walk, cls)
     for function in inspection.pytree_functions(cls):
         walk.value(f"{name} (pytree)", function)
     is_enum = issubclass(cls, enum.Enum)
@@ -134,6 +137,19 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
             walk.when_named(attribute, path, value)
         else:
             walk.value(path, value)
+
+
+# `Py_TPFLAGS_SEQUENCE` and `_MAPPING`, which `match` looks at; to register a class sets them.
+_MATCHED_AS = {1 << 5: "a sequence", 1 << 6: "a mapping"}
+
+
+def _note_protocol(walk: Trail, cls: type) -> None:
+    """Notes what `isinstance` looks for in an object if it is asked for a protocol."""
+    protocols = [base for base in cls.__mro__ if vars(base).get("_is_protocol")]
+    if any(vars(base).get("_is_runtime_protocol") for base in protocols):
+        for base in protocols:
+            names = {*vars(base), *vars(base).get("__annotations__", ())}
+            walk.read_attributes(name for name in names if not is_special(name))
 
 
 def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
@@ -171,6 +187,7 @@ def follow_library_class(walk: Trail, cls: type) -> None:
         code = getattr(getattr(function, "func", function), "__code__", None)
         if is_foreign(function) or (code is not None and code.co_filename.startswith("<")):
             walk.value(f"{qualified_name(cls)} (pytree)", function)
+    _note_protocol(walk, cls)
     if cls.__module__ == "decimal":
         context = decimal.getcontext().copy()
         context.clear_flags()

@@ -46,8 +46,12 @@ _FUNCTIONS = _by_name(
         "the frames of running code": "sys._getframe",
         "the objects of this process": "sys.getrefcount",
         "a module whose name is not known beforehand": "importlib.import_module "
-        "builtins.__import__ pkgutil.resolve_name",
+        "builtins.__import__ pkgutil.resolve_name pydoc.locate",
         "a module that changes": "importlib.reload",
+        "which modules can be found": "importlib.util.find_spec pkgutil.find_loader "
+        "pkgutil.get_loader pkgutil.iter_modules pkgutil.walk_packages",
+        "objects whose classes are not known beforehand": "pickle.load pickle.loads _pickle.load "
+        "_pickle.loads",
         "code that is not known beforehand": "builtins.eval builtins.exec builtins.compile",
         "where this process keeps its objects": "builtins.id",
         "the hash seed of this process": "builtins.hash",

@@ -7,6 +7,7 @@ that one trace.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -41,6 +42,7 @@ _ENVIRON: dict[CodeType, str] = {
         if name in vars(type(os.environ))
     },
 }
+_IMPORT_MODULE = importlib.import_module.__code__
 WHICH_VARIABLES = "(names of all)"
 """Stands among the names of environment variables for what these names are."""
 
@@ -160,6 +162,9 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if code in _ENVIRON:
         _note_variables(code, frame)
         return False
+    if code is _IMPORT_MODULE:
+        _note_import(frame)
+        return False
     made = code.co_filename.startswith("<")
     if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
@@ -188,6 +193,13 @@ def _note_class(code: CodeType, frame: FrameType) -> None:
     if isinstance(cls, type):
         for recording in active.current():
             recording.generated[id(code)] = cls
+
+
+def _note_import(frame: FrameType) -> None:
+    """Notes that a library asks for a module of the user's, by a name that it was given."""
+    name = frame.f_locals.get("name")
+    if isinstance(name, str) and not name.startswith(".") and origin_of_module(name) == USER:
+        _call(importlib.import_module, frame.f_back)
 
 
 def _note_variables(code: CodeType, frame: FrameType) -> None:

@@ -6,11 +6,13 @@ what a class of the user's adds to such an object is noted too. Containers are i
 
 from __future__ import annotations
 
+import contextvars
 import datetime
 import enum
 import functools
 import logging
 import os
+import random
 from collections.abc import Container
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -28,6 +30,7 @@ from stepcache.jaxcompat import Tracer, inspection
 
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
+_MESHES = jax.sharding.Mesh | jax.sharding.AbstractMesh
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
 
 
@@ -63,7 +66,7 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"{kind.__name__} {short(repr(value))}")
     elif kind.__module__ == "typing":
         note_alias(walk, path, value)
-    elif isinstance(value, jax.sharding.Sharding | jax.sharding.Mesh):
+    elif isinstance(value, jax.sharding.Sharding | _MESHES):
         walk.note(path, f"{kind.__name__} {inspection.sharding_text(value)}")
     elif isinstance(value, jax.tree_util.PyTreeDef):
         walk.tree(path, value)
@@ -79,18 +82,16 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
         walk.value(f"{path} (state)", state)
-    elif kind.__module__ == "flax.ids":  # A number that tells modules apart in this process.
-        walk.note(path, kind.__name__)
+    elif kind.__module__ == "flax.ids" or _full_name(kind) in _WHERE_A_JAXPR_IS_FROM:
+        walk.note(path, kind.__name__)  # Flax's are numbers that tell modules apart in a process.
     elif isinstance(value, logging.Logger):
         enabled = max(value.getEffectiveLevel(), value.manager.disable + 1)
         text = "disabled" if value.disabled else f"enabled from {enabled}"
         walk.note(path, f"logger {value.name}, level {value.level}, {text}")
-    elif f"{kind.__module__}.{kind.__name__}" in _FLAGS:
+    elif _full_name(kind) in _FLAGS:
         note_flags(walk, path, value)
     elif isinstance(value, ContextVar):
-        walk.note(path, f"context variable {value.name}")
-        if (found := value.get(_MISSING)) is not _MISSING:
-            walk.value(f"{path}.get()", found)
+        _note_context_variable(walk, path, value)
     elif isinstance(value, np.ufunc):
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
@@ -104,6 +105,26 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     return True
 
 
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def _note_context_variable(walk: Trail, path: str, variable: ContextVar) -> None:
+    walk.note(path, f"context variable {variable.name}")
+    default = contextvars.Context().run(_default_of, variable)
+    for name, value in ((".get()", variable.get(_MISSING)), (" (default)", default)):
+        if value is not _MISSING:
+            walk.value(path + name, value)
+
+
+def _default_of(variable: ContextVar) -> Any:
+    """What a variable gives in a context in which it has no value."""
+    try:
+        return variable.get()
+    except LookupError:
+        return _MISSING
+
+
 def levels_of_loggers() -> dict[str, Any]:
     """What decides which messages are logged."""
     manager = logging.root.manager
@@ -114,6 +135,9 @@ def levels_of_loggers() -> dict[str, Any]:
     }
     return {"disable": manager.disable, **dict(sorted(found.items()))}
 
+
+_WHERE_A_JAXPR_IS_FROM = ("jaxlib._jax.Traceback", "jax._src.linear_util.DebugInfo")
+"""Files, lines and names of arguments, for messages alone."""
 
 _FLAGS = ("absl.flags._flagvalues.FlagValues", "absl.flags._flagvalues.FlagHolder")
 
@@ -153,8 +177,16 @@ _SPECIAL_CLASSES: tuple[Any, ...] = (
 )
 
 
+_OF_THE_PROCESS = (
+    getattr(np.random.mtrand, "_rand", _MISSING),
+    getattr(random, "_inst", _MISSING),
+)
+
+
 def _random_state(value: Any) -> Any:
     """The state of a generator of random numbers, which says what it will give next."""
+    if any(value is each for each in _OF_THE_PROCESS):
+        return "the process's own"  # Where a trace draws from it, the recording says so.
     if isinstance(value, np.random.RandomState):
         return value.get_state()
     if isinstance(value, np.random.Generator):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.contexts import setting
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
@@ -84,7 +84,11 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
 
     if isinstance(sharding, Mesh):
         kinds = ",".join(map(str, sharding.axis_types))
-        return f"{dict(sharding.shape)} ({kinds}) over {devices_of(sharding.devices.flat)}"
+        devices = () if sharding.empty else sharding.devices.flat
+        return f"{dict(sharding.shape)} ({kinds}) over {devices_of(devices)}"
+    if isinstance(sharding, AbstractMesh):
+        kinds = ",".join(map(str, sharding.axis_types))
+        return f"{dict(sharding.shape)} ({kinds}), abstract"
     kind = getattr(sharding, "memory_kind", None)
     if isinstance(sharding, NamedSharding):
         return f"{sharding.spec} on {sharding_text(sharding.mesh, numbers)} in {kind}"

@@ -3,7 +3,7 @@
 import pytest
 
 from stepcache import jaxcompat
-from tests.programs.starts import WITHOUT_A_TRACE, levels, start
+from tests.programs.starts import WITHOUT_A_TRACE, WITHOUT_COMPILING, levels, start
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -222,3 +222,21 @@ def test_nothing_of_a_lazy_object_is_called(install, tmp_path):
     second = start(READS_IT, "given_pkg", tmp_path)
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
     assert second.given_pkg.asked == []
+
+
+def test_a_module_that_a_package_imports_by_its_name(install, tmp_path, monkeypatch):
+    by_name = """
+    import importlib
+
+    def scaled(x):
+        return x * importlib.import_module("named_in_a_config").RATE
+    """
+    install("given_pkg", {"__init__.py": by_name})
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "named_in_a_config.py").write_text("RATE = 2.0\n")
+    monkeypatch.syspath_prepend(sources)
+    start(READS_IT, "given_pkg", tmp_path)
+    second = start(READS_IT, "given_pkg", tmp_path)
+    assert levels(second) == WITHOUT_COMPILING
+    assert "importlib.import_module" in str(second.step.last_miss)

@@ -27,6 +27,7 @@ CHANGES = [
     *hidden.IN_CLASSES,
     *hidden.OF_THE_PROCESS,
     *frameworks.LOWERED,
+    *frameworks.TRACED_BEFORE,
     *frameworks.INSTALLED,
     *frameworks.TREES,
     *frameworks.DECLARED,

@@ -58,6 +58,48 @@ def step(x): return jax.lax.cosh(x)
     ),
 ]
 
+# What JAX has made of a function before the step is traced.
+TRACED_BEFORE = [
+    Kind(
+        "closed_jaxpr",
+        """
+        from jax.extend.core import jaxpr_as_fun
+        given = np.arange(1, 9, dtype=np.float32)
+        JAXPR = jax.make_jaxpr(lambda x: x * «2.0¦3.0»)(given)
+        def step(x): return jaxpr_as_fun(JAXPR)(x)[0]
+        """,
+        "JAXPR",
+    ),
+    Kind(
+        "function_of_vjp",
+        """
+        given = np.arange(1, 9, dtype=np.float32)
+        _, backward = jax.vjp(lambda x: x * x * «2.0¦3.0», given)
+        def step(x): return backward(x)[0]
+        """,
+        "backward",
+    ),
+    Kind(
+        "linear_transpose",
+        """
+        given = np.arange(1, 9, dtype=np.float32)
+        transposed = jax.linear_transpose(lambda x: x * «2.0¦3.0», given)
+        def step(x): return transposed(x)[0]
+        """,
+        "transposed",
+    ),
+    Kind(
+        "shape_over_an_abstract_mesh",
+        """
+        mesh = jax.sharding.AbstractMesh((«2¦3»,), ("data",))
+        placed = jax.sharding.NamedSharding(mesh, jax.P("data"))
+        shape = jax.ShapeDtypeStruct((6,), "f4", sharding=placed)
+        def step(x): return x * shape.sharding.mesh.shape["data"]
+        """,
+        "shape",
+    ),
+]
+
 INSTALLED = [
     Kind(
         "function_of_jax_by_mine",

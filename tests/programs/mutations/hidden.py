@@ -204,6 +204,15 @@ BESIDE_VALUES = [
         """,
         "helper.rate",
     ),
+    Kind(
+        "context_variable_default",
+        """
+        import contextvars
+        RATE = contextvars.ContextVar("rate", default=«2.0¦3.0»)
+        def step(x): return x * RATE.get()
+        """,
+        "RATE (default)",
+    ),
 ]
 
 IN_CLASSES = [
@@ -433,6 +442,63 @@ IN_CLASSES = [
         "earlier calls",
         vouched=False,
     ),
+    Kind(
+        "runtime_protocol_method",
+        """
+        from typing import Protocol, runtime_checkable
+        @runtime_checkable
+        class Scales(Protocol):
+            def scale(self): ...
+        class One:
+            def «other¦scale»(self): pass
+        one = One()
+        def step(x): return x * (3 if isinstance(one, Scales) else 2)
+        """,
+        "One.scale",
+    ),
+    Kind(
+        "runtime_protocol_attribute",
+        """
+        from typing import Protocol, runtime_checkable
+        @runtime_checkable
+        class Scales(Protocol):
+            rate: float
+        class One:
+            def __init__(self): self.«other¦rate» = 1.0
+        one = One()
+        def step(x): return x * (3 if isinstance(one, Scales) else 2)
+        """,
+        "one.rate",
+    ),
+    Kind(
+        "class_that_match_takes_for_a_mapping",
+        """
+        import collections.abc
+        class Config:
+            def __getitem__(self, name): return 2.0
+            def __len__(self): return 1
+            def get(self, name, default=None): return 2.0
+        config = Config()
+        if «0¦1»: collections.abc.Mapping.register(Config)
+        def step(x):
+            match config:
+                case {"rate": rate}: return x * rate
+                case _: return x * 3
+        """,
+        "Config (matched as)",
+    ),
+    Kind(
+        "frozen_attrs_class_made_anew",
+        """
+        import attrs
+        @attrs.frozen
+        class Config:
+            rate: float
+        config = Config(«2.0¦3.0»)
+        def step(x): return x * attrs.evolve(config).rate
+        """,
+        "config.rate",
+    ),
 ]
 
 OF_THE_PROCESS = [
@@ -565,5 +631,58 @@ OF_THE_PROCESS = [
         def step(x): return types.FunctionType(scale.__code__, SPACE)(x)
         """,
         "SPACE['RATE']",
+    ),
+    Kind(
+        "class_of_a_pickle",
+        """
+        import pickle
+        class Config: rate = «2.0¦3.0»
+        CONTENT = pickle.dumps(Config())
+        def step(x): return x * pickle.loads(CONTENT).rate
+        """,
+        "pickle.loads",
+        vouched=False,
+    ),
+    Kind(
+        "class_of_a_pickle_by_name",
+        """
+        import pickle
+        from pickle import loads
+        class Config: rate = «2.0¦3.0»
+        CONTENT = pickle.dumps(Config())
+        def step(x): return x * loads(CONTENT).rate
+        """,
+        "_pickle.loads",
+        vouched=False,
+    ),
+    Kind(
+        "module_that_is_looked_for",
+        """
+        import importlib.util
+        def step(x): return x * (3 if importlib.util.find_spec("looked_for_other") else 2)
+        # --- «looked_for_nothing¦looked_for_other».py
+        """,
+        "find_spec",
+        vouched=False,
+    ),
+    Kind(
+        "value_by_its_full_name",
+        """
+        import pydoc
+        def step(x): return x * pydoc.locate("value_by_name_other.RATE")
+        # --- value_by_name_other.py
+        RATE = «2.0¦3.0»
+        """,
+        "pydoc.locate",
+        vouched=False,
+    ),
+    Kind(
+        "distribution_of_scipy",
+        """
+        from scipy import stats
+        normal = stats.norm(loc=«2.0¦3.0»)
+        def step(x): return x * normal.mean()
+        """,
+        "normal.kwds['loc']",
     ),
 ]
