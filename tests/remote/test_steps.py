@@ -275,7 +275,7 @@ def test_errors_of_the_users_function_are_their_own(one_task):
 @pytest.mark.parametrize("way", ["__call__", "warm", "explain"])
 def test_jax_says_what_is_wrong_with_a_call(one_task, way):
     step = sc.step(lambda x, name: x + 1)
-    with pytest.raises(TypeError, match="'name'|argument name|of type .*str"):
+    with pytest.raises(TypeError, match=r"'name'|argument name|of type .*str"):
         getattr(step, way)(np.ones(2, np.float32), "text")
 
 
