@@ -1,4 +1,4 @@
-"""`step`, in the place of `equinox.filter_jit`: arrays are traced, and everything else is static.
+"""`step`, a drop-in for `equinox.filter_jit`: arrays are traced, and everything else is static.
 
     from stepcache import equinox as seqx
 
@@ -8,7 +8,7 @@
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss
 
-What equinox alone can do is left to it.
+Calls that stepcache does not support go to `eqx.filter_jit`.
 """
 
 from __future__ import annotations

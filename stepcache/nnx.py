@@ -1,4 +1,4 @@
-"""`step`, in the place of `flax.nnx.jit`: modules go in as they are, and are updated in place.
+"""`step`, a drop-in for `flax.nnx.jit`: takes modules as arguments, and updates them in place.
 
     from stepcache import nnx as snnx
 
@@ -8,7 +8,7 @@
         optimizer.update(model, grads)
         metrics.update(loss=loss)
 
-What nnx alone can do is left to it.
+Calls that stepcache does not support go to `nnx.jit`.
 """
 
 from __future__ import annotations

@@ -207,16 +207,16 @@ class Session:
         return make_step(fun, options, lambda: self._scope)
 
     def check_replicas(self, tree: Any) -> None:
-        """Checks that what several processes, or devices, hold of the same values is the same.
+        """Checks that all replicas of values, on several processes or devices, are equal.
 
-        Reads every byte that this process's devices hold of them, so that it takes as long as a
-        copy to the host. In a pod all processes have to call it. Values that a call hands in from
-        the host are compared by themselves when a program is new, and those of `Variables` when a
-        step first uses them; this also finds what has come apart since.
+        Reads every byte of the replicas on this process's devices, which takes as long as a copy to
+        the host. In a pod all processes must call it. Host arrays are compared without this call
+        when a program is new, and `Variables` when a step first uses them; this method also finds
+        later differences.
 
         Args:
-            tree: `Variables`, or any tree of arrays, numbers and `Variables`. Of variables in host
-                memory each process has a share of its own, so there is nothing to compare.
+            tree: `Variables`, or any tree of arrays, numbers and `Variables`. Variables in host
+                memory are not compared, because each process has a different share of them.
 
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.

@@ -91,9 +91,9 @@ class Rules:
         rules: pairs of a regex and a `PartitionSpec`.
 
     Raises:
-        OptionError: a pair is not one, a regex does not compile, or a spec is no `PartitionSpec`.
+        OptionError: an element that is not such a pair, or a regex that does not compile.
 
-    The idea is that of T5X and MaxText: shardings by name, apart from the model.
+    Shardings by name, outside of the model, as in T5X and MaxText.
     """
 
     __slots__ = ("_patterns", "rules")

@@ -102,17 +102,16 @@ class ProgramCache:
             none. docs/shared-cache.md describes its key and its cost.
 
     Raises:
-        OptionError: a bound that is not positive, a `min_build_seconds` that is no number, an
-            unknown `verify`, or no such `remote`.
+        OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, an
+            unknown `verify`, or a malformed `remote`.
         CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
             key that can be trusted.
 
-    A cache may serve any number of sessions, threads and processes. For one key there is one build
-    in a process: callers that come while it runs wait for it. A build that fails is not cached, and
-    the callers that waited for it try again. A step's programs are dropped from memory when its
-    function is freed.
+    A cache may serve any number of sessions, threads and processes. A process builds the program of
+    a key once: other callers wait for that build, and try again if it fails. A step's programs are
+    dropped from memory when its function is freed.
 
-    Keeping programs by the depfile of their trace follows compilers' caches (ccache's direct mode).
+    To look programs up by the dependencies of their trace is the idea of ccache's direct mode.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class ProgramCache:
         return self._archive
 
     def flush(self) -> None:
-        """Waits until everything built so far is on disk. The end of the process does, too."""
+        """Waits until all programs built so far are on disk, as the end of the process does."""
         if self._archive is not None:
             self._archive.flush()
 
@@ -261,7 +260,7 @@ class ProgramCache:
             self._memory.release(self._released.popleft())
 
     def clear(self) -> None:
-        """Drops all programs, as `jax.clear_caches()` does. Steps build them anew."""
+        """Drops all programs from memory, as `jax.clear_caches()` does."""
         with self._lock:
             dropped = self._memory.clear()
         _tell_lost(dropped, "cleared")

@@ -64,12 +64,12 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The predicted result of a call of a step. Print it, or read its fields.
+    """What a call of a step would do: hit or miss, placements, transfers. Print it, or read fields.
 
     Attributes:
         step: name of the step.
         hit: whether the program is in memory.
-        miss: the reason why not; None on a hit.
+        miss: the reason of a miss; None on a hit.
         mesh: axes and sizes of the session's mesh; None without a mesh.
         arguments: one row for each dynamic leaf.
         statics: name and value of each static argument.

@@ -49,16 +49,16 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
 
         step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
 
-    Leaves are found by their paths, whatever the order in which they were saved, and get the
-    shardings of the variables or templates, whatever mesh they were saved on. Variables change only
-    when all has been read. In a pod all processes call this, inside the session.
+    Leaves are found by their paths, in whatever order they were saved. They get the shardings of
+    the variables or templates, from whatever mesh they were saved. Variables change only after
+    everything has been read. In a pod, all processes call this inside the session.
 
     Args:
-        directory: of the checkpoint; of numbered ones (`keep=`, or a `CheckpointManager`'s), the
-            directory above them: the newest whole one is restored.
-        partial: restore the leaves that are both asked for and stored. Stored leaves that are not
-            asked for are ignored; leaves that are not stored stay as they are, and the log of
-            "stepcache" names them.
+        directory: the checkpoint; or the directory above numbered ones (`keep=`, or those of a
+            `CheckpointManager`), of which the newest complete one is restored.
+        partial: restore the leaves that are in both the checkpoint and `items`. Other leaves of the
+            checkpoint are ignored. Other leaves of `items` keep their values, and the logger
+            `stepcache` names them.
         **items: what to restore, by name. `Variables` are restored in place; their versions never
             go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
             structure, shapes, dtypes and shardings.
