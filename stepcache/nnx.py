@@ -79,7 +79,7 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _check_packing(self) -> None:
         if self._call_kind is not GraphCall:
-            what = "pack=True is for steps in the mode that nnx.jit has by default"
+            what = "pack=True needs the default mode of nnx.jit"
             got = "in_shardings, out_shardings, graph=False or graph_updates=False"
             raise OptionError(what, where=function_name(self.__wrapped__), got=got)
         watch_for_looks()
@@ -114,7 +114,7 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
         if self._call_kind is None:
-            what = "this cannot be asked of a step that nnx serves"
+            what = "a step that goes to nnx.jit does not support this"
             hint = "a session's Rules place modules by their paths"
             got = "in_shardings, out_shardings, or graph=True with graph_updates=False"
             raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
@@ -245,7 +245,7 @@ def step(fun: Any = None, /, **options: Any) -> Any:
     """
     if "carry" in options:
         what = "modules are not carried: they are updated in place"
-        hint = "leave carry away; donate_argnames spares the memory of the old values"
+        hint = "remove carry; donate_argnames frees the memory of the old values"
         got = f"carry={options['carry']!r}"
         raise OptionError(what, where="stepcache.nnx.step", got=got, hint=hint)
     for name in options:

@@ -139,7 +139,7 @@ def _freed(
     text = [*render.removed(len(removed), freed_bytes, left_bytes, str(directory))]
     too_many = max_bytes is not None and left_bytes > max_bytes
     if too_many:
-        text.append("What is left cannot be removed, or is being loaded: see stepcache doctor.")
+        text.append("Those left cannot be removed, or are being loaded: see stepcache doctor.")
     return Result(data, text, failed=too_many)
 
 

@@ -55,7 +55,7 @@ def report(
     if every and not out:
         raise click.UsageError("--every needs --out FILE")
     if listing and (out or form):
-        raise click.UsageError("--list writes no report: leave --out and --format away")
+        raise click.UsageError("--list writes no report: omit --out and --format")
     if listing:
         found = runs.summaries(inventory.open_existing(directory))
         shown = [render.records(found)] if found else [f"No run has used {directory} yet."]

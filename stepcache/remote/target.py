@@ -243,8 +243,8 @@ class Target:
                 feeds.append(fed(leaf, feed, values))
         if len(set(map(id, taken))) != len(taken):
             raise CarryError(
-                f"{plan.name} is given the same array in several places, and writes over it",
-                expected="an array of its own for each leaf that is carried or donated",
+                f"{plan.name} gets the same array in several places, and donates it",
+                expected="a separate array for each leaf that is carried or donated",
             )
         form = (incarnation, program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
         number = self._forms.get(form)

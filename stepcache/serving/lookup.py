@@ -194,7 +194,7 @@ class Table(Holder):
             if are_integers:
                 got = f"{array.dtype} from {different[0]} to {different[-1]}"
             raise VariablesError(
-                "an id is out of range, or no integer",
+                "an id is out of range, or not an integer",
                 where=self.name,
                 expected=f"integers from 0 to {count - 1}",
                 got=got,
@@ -219,9 +219,9 @@ class Table(Holder):
         check_not_tracing("rows cannot be pushed", self.name)
         if not isinstance(rows, Rows) or rows.ids is None:
             raise VariablesError(
-                "the rows do not say which they are",
+                "the rows have no row numbers",
                 where=self.name,
-                expected="the result of lookup, which has their numbers; a step returns no numbers",
+                expected="the result of lookup; rows that a step returns have no row numbers",
                 got=type(rows).__name__,
             )
         update = np.asarray(update.values if isinstance(update, Rows) else update)

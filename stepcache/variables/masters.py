@@ -170,7 +170,7 @@ class Master:
         """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
             what = f"{LOST}: a program donated its buffers, and failed or was interrupted"
-            hint = "assign(...) or restore(...) a value that was kept"
+            hint = "assign(...) or restore(...) a value"
             raise VariablesError(what, where=name, hint=hint)
 
 

@@ -275,8 +275,8 @@ class RowOptimizer:
         _check_choices(self, name=_ROW_OPTIMIZERS)
         takes_gradients = self.name not in ("add", "assign")
         is_legal = _is_number(self.learning_rate, int | float)
-        what = "learning_rate is that of an optimizer"
-        expected = "a number > 0" if takes_gradients else "none: there is no optimizer"
+        what = "learning_rate does not fit the optimizer"
+        expected = "a number > 0" if takes_gradients else '0: "add" and "assign" take none'
         fits = is_legal and (self.learning_rate > 0) is takes_gradients
         _check(fits, what, "RowOptimizer", expected, self.learning_rate)
         for name in ("learning_rate", "b1", "b2", "eps"):

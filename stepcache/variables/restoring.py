@@ -231,7 +231,7 @@ def _check_same(
     path: Path, stored: _Stored, leaves: list[Leaf], partial: bool, items: Collection[str]
 ) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
-    what, hint = f"another value was stored in {path}", None
+    what, hint = f"the items do not match the checkpoint {path}", None
     names = {leaf.name for leaf in leaves}
     absent = [leaf for leaf in leaves if leaf.name not in stored.kinds]
     more = [name for name in stored.kinds if name not in names]
@@ -241,13 +241,13 @@ def _check_same(
         if (kind := stored.kinds.get(leaf.name)) is not None and not _is_compatible(kind, leaf)
     ]
     if not rows and not partial:
-        hint = "restore(..., partial=True) restores what both have"
+        hint = "restore(..., partial=True) restores the leaves that both have"
         rows += [(leaf.path, f"{kind_of(leaf)}", "no such leaf") for leaf in absent]
         others = dict.fromkeys(name[0] for name in more if name[0].partition(":")[0] not in items)
         if others and not rows:
-            what = f"{path} holds more than is to be restored"
+            what = f"{path} has items that were not asked for"
             asked = ", ".join(f"{item}=" for item in others)
-            hint = f"name it too ({asked}), or restore(..., partial=True) leaves it out"
+            hint = f"name them too ({asked}), or ignore them with restore(..., partial=True)"
             more = [name for name in more if name[0] in others]
         rows += [("/".join(name), "no such leaf", f"{stored.kinds[name]}") for name in more]
     for where, expected, got in rows:
