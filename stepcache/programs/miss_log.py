@@ -202,7 +202,8 @@ def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
     values = ", ".join(map(str, sorted(seen)[:8])) + (", …" if len(seen) > 8 else "")
     if kind == "static":
         remedy = _STATIC_REMEDIES[str(where)]
-        return f"static {path} has had {len(seen)} values ({values}), each with its own program: {remedy}"
+        had = f"static {path} has had {len(seen)} values ({values})"
+        return f"{had}, each with its own program: {remedy}"
     axis = f", axis={where}" if where else ""
     return (
         f"axis {where} of {path} has had {len(seen)} sizes ({values}), each with its own "

@@ -155,8 +155,8 @@ class Resolver:
         named = [f"{paths[n].text} ({request.leaves[n]})" for n in numbers[:3]]
         more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
         said = (
-            f"{', '.join(named)}{more}: weakly typed in this call, like a Python number, and no longer "
-            "when returned: one program serves both"
+            f"{', '.join(named)}{more}: weakly typed in this call, like a Python number, and "
+            "not when returned: one program serves both"
         )
         return dataclasses.replace(resolution, program=program), said
 

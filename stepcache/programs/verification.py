@@ -125,8 +125,8 @@ class Checks:
                 if found.error is None and found.digest != each.digest:
                     self._warned = True
                     warn(
-                        f"dependencies of {self._spec.name} have changed since it was traced; programs "
-                        "that were built before are used until step.clear_cache():\n  "
+                        f"dependencies of {self._spec.name} have changed since it was traced; "
+                        "programs that were built before are used until step.clear_cache():\n  "
                         + "\n  ".join(map(str, resolution.changes)),
                         StaleProgramWarning,
                     )

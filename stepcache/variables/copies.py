@@ -71,7 +71,7 @@ class Copies:
         behind = f"the copy has version {copy.version}, and {now}"
         known = self._known_outside if reader is None else self._known.get(reader, 0)
         if known > copy.version:
-            return None, f"{behind}: this session wrote a newer one, or has read it"
+            return None, f"{behind}: this session wrote it, or has seen it"
         if not policy.max_staleness and policy.max_age is None:
             return None, behind
         if policy.max_staleness and copy.served_steps >= policy.max_staleness:
