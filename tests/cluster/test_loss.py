@@ -461,7 +461,7 @@ except sc.RankLostError as error:
 
 def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
     for rank in succeeded(together("hang, warn")):
-        (report,) = [text for text in rank.said("log") if "nothing has moved" in text]
+        (report,) = [text for text in rank.said("log") if "no progress" in text]
         assert "finished" in rank.output
         assert "ranks 0–1: call 6 of train, pod.py:" in report
         assert "train(state, batch) in <module>" in report
