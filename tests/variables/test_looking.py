@@ -354,7 +354,7 @@ def test_donated_and_not_carried_is_an_error(options):
     variables = sc.Variables({"w": np.ones(LARGE, np.float32)}, name="table")
     step = sc.step(lambda state, x: add_one(state), **options)
     for call in (lambda: step(variables, 1), lambda: step(state=[variables], x=1)):
-        with pytest.raises(sc.VariablesError, match="donated and not carried") as raised:
+        with pytest.raises(sc.VariablesError, match="donated but not carried") as raised:
             call()
         assert "argument state" in raised.value.where and "carry='state'" in raised.value.hint
     assert only(variables.value["w"]) == 1
