@@ -67,7 +67,7 @@ def show_command(directory: Path, digest: str, everything: bool) -> Result:
 @cache.command("why")
 @on_directory
 @click.argument("step", required=False)
-@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare that many runs.")
+@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare this number of runs.")
 @click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of each run.")
 def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
     """Shows what the latest run built and loaded, and why: all steps, or one STEP."""

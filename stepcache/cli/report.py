@@ -38,7 +38,7 @@ _FORMAT_OF_SUFFIX = {".prom": "openmetrics", ".txt": "openmetrics", ".json": "pe
     help="By default html; openmetrics for --out FILE.prom, perfetto for --out FILE.json.",
 )
 @click.option("--list", "listing", is_flag=True, help="List the runs.")
-@click.option("--every", type=DURATION, help="Write the file again and again: 15s.")
+@click.option("--every", type=DURATION, help="Rewrite the file at this interval, such as 15s.")
 def report(
     directory: Path,
     run: str,

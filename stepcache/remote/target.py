@@ -100,7 +100,7 @@ class Target:
             raise OptionError(
                 f"{name} has no effect on variables that live on tasks",
                 where=variables.name,
-                hint="leave it out: the value is where the steps run",
+                hint="remove it: the value is where the steps run",
             )
 
     def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:

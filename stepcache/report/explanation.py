@@ -286,7 +286,7 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
     leaves = zip(request.call.paths, request.leaves, request.placed, planned.sources, strict=True)
     for path, leaf, placed, source in leaves:
         place, moved = ("client", leaf.size_bytes) if source is None else ("tasks", 0)
-        why = placed.why if placed else "it lives there"
+        why = placed.why if placed else "it is there already"
         arguments.append(_argument(path, leaf, place, _spec(leaf.sharding), why, moved))
     return Explanation(
         engine.spec.name,

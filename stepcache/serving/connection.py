@@ -285,7 +285,7 @@ def _check_policies(placement: Placement, read: Read, write: Write, replaces: bo
         raise OptionError(
             f"wire={write.wire!r} would do nothing: only updates are coded in transit",
             where="variables(write=...)",
-            hint='leave it out, or say mode="add" or "apply"',
+            hint='remove it, or set mode="add" or "apply"',
         )
     if replaces and write.mode != "apply":
         raise OptionError(
@@ -354,7 +354,7 @@ def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
         raise OptionError(
             f"cache_rows={cache_rows} would do nothing: no rows are kept",
             where="table",
-            hint='say read=sc.Read(cache="device")',
+            hint='set read=sc.Read(cache="device")',
         )
     if read.cache is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise OptionError(

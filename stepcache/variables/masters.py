@@ -92,7 +92,7 @@ class Master:
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `take`."""
-        there = ("devices", "devices", "none", "it lives there", reader.arguments)
+        there = ("devices", "devices", "none", "the master copy is there", reader.arguments)
         return (Transfer(variable, self.version, *there, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:

@@ -193,7 +193,7 @@ class Read:
         for name, bound in (("max_staleness", steps), ("max_age", seconds)):
             if self.cache is None and bound:
                 what = f"cache=None contradicts {name}={bound}"
-                raise OptionError(what, where="Read", hint='say cache="device" to keep a copy')
+                raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
 
     def __str__(self) -> str:
         return _changed_fields(self)
@@ -234,7 +234,7 @@ class Write:
         )
         if self.mode != "apply" and self.optimizer is not None:
             what = f"mode={self.mode!r} contradicts optimizer=..."
-            raise OptionError(what, where="Write", hint='say mode="apply" to run the optimizer')
+            raise OptionError(what, where="Write", hint='set mode="apply" to run the optimizer')
         if self.mode == "assign" and self.every > 1:
             what = f'mode="assign" contradicts every={self.every}'
             raise OptionError(what, where="Write", hint="assigned values cannot be summed")
@@ -300,26 +300,26 @@ def check_policies(placement: object, read: object, write: object) -> None:
         raise _without_effect(
             *("read", str(read)),
             "the master copy is on the devices already, and steps take it as it is",
-            "leave it out, or say placement=OnHost()",
+            "remove it, or use placement=OnHost()",
         )
     if read.cache == "host":
         raise _without_effect(
             *("read", 'cache="host"'),
             "the master copy is on the host already",
-            'say cache="device" to keep a copy on the devices',
+            'set cache="device" to keep a copy on the devices',
         )
     if read.cache and read.prefetch:
         raise _without_effect(
             *("read", "prefetch=True"),
             f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
-            "leave one of them out",
+            "remove one of them",
         )
     on_host_update = isinstance(placement, OnHost) and placement.update == "host"
     if write.wire is not None and (write.mode == "assign" or not on_host_update):
         raise _without_effect(
             *("write", f"wire={write.wire!r}"),
             "only updates that the host adds or applies are coded in transit",
-            'leave it out, or say mode="add" or "apply" and placement=OnHost(update="host")',
+            'remove it, or set mode="add" or "apply" and placement=OnHost(update="host")',
         )
 
 
