@@ -193,7 +193,7 @@ class DeploymentConfig:
 
         Raises:
             PlacementError: a first dimension does not divide by the number of clones.
-            OptionError: the loss is no scalar.
+            OptionError: the loss is not a scalar.
         """
         losses, outputs = self._run(model_fn, variables, batch, kwargs)
         return [
@@ -215,10 +215,10 @@ class DeploymentConfig:
         regularization: Callable[[Any], jax.Array] | None = None,
         **kwargs: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Computes the loss of all clones, and its gradients by the variables.
+        """Computes the loss of all clones, and its gradients with respect to the variables.
 
-        Each clone's loss is divided by the number of clones, and these are summed, as are their
-        gradients; regularization counts once.
+        The loss is the sum of the clones' losses, each divided by the number of clones, plus the
+        regularization once. The gradients are those of this loss.
 
         Args:
             model_fn: as in `create_clones`, as are `variables`, `batch` and `kwargs`.
@@ -284,12 +284,12 @@ class DeploymentConfig:
         server: Connection | None = None,
         name: str = "variables",
     ) -> DeployedModel:
-        """Makes the variables, and what trains and evaluates them.
+        """Makes the variables, and the steps that train and evaluate the model.
 
         Args:
             model_fn: as in `create_clones`.
             variables: a tree of arrays: the initial value.
-            optimizer: an `optax.GradientTransformation`; without one the model is only evaluated.
+            optimizer: an `optax.GradientTransformation`; without one, the model is only evaluated.
             regularization: as in `optimize_clones`.
             server: a connection (`connect`) to `num_ps_tasks` hosts of variables.
             name: of the variables, the same in all replicas.
@@ -348,15 +348,15 @@ class DeployedModel:
         self.train_step, self.loss_step = step(train, batch="batch"), step(loss, batch="batch")
 
     def train_op(self, batch: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        """Has the optimizer apply the gradients of all clones.
+        """Trains on a batch: the optimizer applies the gradients of all clones.
 
         Args:
             batch: split over the clones.
             **kwargs: arrays for `model_fn`, the same in all clones.
 
         Returns:
-            The loss, and the outputs of all clones along a new first dimension. Of those, slim
-            takes what batch normalization updates from the first clone.
+            The loss, and the outputs of all clones along a new first dimension. Slim uses the
+            batch normalization updates of the first clone.
 
         Raises:
             OptionError: the model was deployed without an optimizer.

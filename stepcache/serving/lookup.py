@@ -72,9 +72,9 @@ class Table(Holder):
         table.push(rows, gradients)
 
     Only the rows of a batch move, each once. The hosts apply each update exactly once. Without a
-    cache, a lookup reads the current rows. With a cache, it asks only for rows whose copies may not
-    serve, as `read` says, and receives only those that were updated since. It always asks for rows
-    that were pushed through this object.
+    cache, a lookup reads the current rows. With a cache, it checks only rows whose copies may not
+    serve without a check, as `read` says, and receives only those that were updated since. Rows
+    that were pushed through this object are always checked.
 
     Args:
         hosts: the hosts. The table is created where it does not exist yet.
