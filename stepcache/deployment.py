@@ -24,11 +24,11 @@ _COUNTS = {"num_clones": 1, "replica_id": 0, "num_replicas": 1, "num_ps_tasks": 
 
 
 class Clone(NamedTuple):
-    """What one clone has computed.
+    """Results of one clone.
 
     Attributes:
-        outputs: what `model_fn` returned beside the loss.
-        loss: its own loss.
+        outputs: what `model_fn` returned after the loss.
+        loss: the loss of this clone.
         scope: its `DeploymentConfig.clone_scope`.
         device: its `DeploymentConfig.clone_device`.
     """
@@ -41,20 +41,20 @@ class Clone(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentConfig:
-    """Where the clones of a model, its variables and its optimizer are, by TF-slim's options.
+    """Places the clones of a model, its variables and its optimizer, with TF-slim's options.
 
         config = sc.DeploymentConfig(num_clones=2)
         model = config.deploy(loss_fn, params, optimizer=optax.sgd(0.1))
         for batch in batches:
             total_loss, outputs = model.train_op(batch)
 
-    Options, methods and checks are those of slim's `model_deploy`, so that a program can leave
-    TensorFlow piece by piece. New programs need none of it: *Coming from TF-slim* in the
-    documentation says what to write in the place of each.
+    Options, methods and checks are those of slim's `model_deploy`, so that you can move a program
+    piece by piece. New programs do not need this class: *Coming from TF-slim* in the documentation
+    says what to write instead.
 
     Attributes:
-        num_clones: number of clones in this process: each computes a part of a batch on a device
-            of its own.
+        num_clones: number of clones in this process. Each computes its part of a batch on its own
+            device.
         clone_on_cpu: whether all clones are on the first CPU device of this process.
         replica_id: number of this process among the replicas.
         num_replicas: number of processes, each with its clones, that share the variables.
@@ -63,8 +63,8 @@ class DeploymentConfig:
         ps_job_name: name of the hosts in `slim_devices`.
 
     Raises:
-        OptionError: there are several replicas, but no host of variables; a job that is used has no
-            name; `replica_id` is not below `num_replicas`; or a count is no such number.
+        OptionError: several replicas without a host of variables; a used job without a name;
+            `replica_id` not below `num_replicas`; a count that is not an int, or is too small.
     """
 
     num_clones: int = 1
@@ -146,16 +146,16 @@ class DeploymentConfig:
         return jax.local_devices(backend="cpu")[0]
 
     def optimizer_device(self) -> Any:
-        """Returns the device for an optimizer of one's own: the first CPU device of this process.
+        """Returns the device for your own optimizer: the first CPU device of this process.
 
-        That of `deploy` runs on the CPU of the process that holds the variables.
+        The optimizer of `deploy` runs on the CPU of the process that holds the variables.
         """
         return self.inputs_device()
 
     def variables_device(self) -> Placement:
-        """Returns the placement of the variables: the host's memory, where the optimizer runs.
+        """Returns the placement of the variables: host memory, where the optimizer runs.
 
-        With hosts of variables it is that of the copies which the clones read.
+        With hosts of variables, the placement of the copies that the clones read.
         """
         return Replicated() if self.num_ps_tasks else OnHost(update="host")
 
@@ -163,7 +163,7 @@ class DeploymentConfig:
         """Returns how the clones read the variables: at each step, which is slim's None.
 
         With hosts of variables, clones keep a copy that is valid while its version is the newest.
-        Slim's ended with each `session.run`.
+        Slim's copy was valid for one `session.run`.
         """
         return Read(cache="device") if self.num_ps_tasks else Read()
 
@@ -193,7 +193,7 @@ class DeploymentConfig:
 
         Raises:
             PlacementError: a first dimension does not divide by the number of clones.
-            OptionError: the loss is no scalar.
+            OptionError: the loss is not a scalar.
         """
         losses, outputs = self._run(model_fn, variables, batch, kwargs)
         return [
@@ -215,10 +215,10 @@ class DeploymentConfig:
         regularization: Callable[[Any], jax.Array] | None = None,
         **kwargs: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """Computes the loss of all clones, and its gradients by the variables.
+        """Computes the loss of all clones, and its gradients with respect to the variables.
 
-        Each clone's loss is divided by the number of clones, and these are summed, as are their
-        gradients; regularization counts once.
+        The loss is the sum of the clones' losses, each divided by the number of clones, plus the
+        regularization once. The gradients are those of this loss.
 
         Args:
             model_fn: as in `create_clones`, as are `variables`, `batch` and `kwargs`.
@@ -284,12 +284,12 @@ class DeploymentConfig:
         server: Connection | None = None,
         name: str = "variables",
     ) -> DeployedModel:
-        """Makes the variables, and what trains and evaluates them.
+        """Makes the variables, and the steps that train and evaluate the model.
 
         Args:
             model_fn: as in `create_clones`.
             variables: a tree of arrays: the initial value.
-            optimizer: an `optax.GradientTransformation`; without one the model is only evaluated.
+            optimizer: an `optax.GradientTransformation`; without one, the model is only evaluated.
             regularization: as in `optimize_clones`.
             server: a connection (`connect`) to `num_ps_tasks` hosts of variables.
             name: of the variables, the same in all replicas.
@@ -348,15 +348,15 @@ class DeployedModel:
         self.train_step, self.loss_step = step(train, batch="batch"), step(loss, batch="batch")
 
     def train_op(self, batch: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        """Has the optimizer apply the gradients of all clones.
+        """Trains on a batch: the optimizer applies the gradients of all clones.
 
         Args:
             batch: split over the clones.
             **kwargs: arrays for `model_fn`, the same in all clones.
 
         Returns:
-            The loss, and the outputs of all clones along a new first dimension. Of those, slim
-            takes what batch normalization updates from the first clone.
+            The loss, and the outputs of all clones along a new first dimension. Slim uses the
+            batch normalization updates of the first clone.
 
         Raises:
             OptionError: the model was deployed without an optimizer.

@@ -1,4 +1,4 @@
-"""`step`, in the place of `equinox.filter_jit`: arrays are traced, and everything else is static.
+"""`step`, a drop-in for `equinox.filter_jit`: arrays are traced, and everything else is static.
 
     from stepcache import equinox as seqx
 
@@ -8,7 +8,7 @@
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss
 
-What equinox alone can do is left to it.
+Calls that stepcache does not support go to `eqx.filter_jit`.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def step(fun: Callable[P, R], /, **options: Any) -> FilterStep[P, R]: ...
 @overload
 def step(**options: Any) -> Callable[[Callable[P, R]], FilterStep[P, R]]: ...
 def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
-    """Compiles a function over equinox modules once per signature, statics and mesh.
+    """Compiles a function over equinox modules once for each signature, static values and mesh.
 
     A drop-in for `eqx.filter_jit`: `@step`, `@step(donate=...)` and `step(fun, ...)`. All arrays of
     JAX and numpy are traced, in the arguments, in modules and in the function itself; everything
@@ -285,19 +285,21 @@ def step(fun: Any = None, /, *, donate: str = "none", **options: Any) -> Any:
         @seqx.step(donate="all-except-first")
         def make_step(batch, model, opt_state): ...
 
-    Programs are cached and explained as those of `stepcache.step`: a second start of a script
-    traces nothing, where the modules that are returned have the structure of arguments, and a miss
-    names `model.layers[3].weight`. Unlike `filter_jit`, a call does not wait for its results.
+    Programs are cached and explained as those of `stepcache.step`. A second start of a script
+    traces nothing, if the modules that are returned have the structure of arguments. A miss names
+    the attribute, such as `model.layers[3].weight`. Unlike with `filter_jit`, a call does not wait
+    for its results.
 
-    `filter_jit` itself serves calls inside a transformation, and functions that call back into
-    Python, as `eqx.error_if` does, for it can say where in the function an error came from.
+    These are passed to `filter_jit`: calls inside a transformation, and calls of donating steps
+    that call back into Python, as `eqx.error_if` does, because `filter_jit` can say where in the
+    function an error came from.
 
     Args:
         fun: the function; omitted in `@step(...)`.
-        donate: "all", "all-except-first", "warn", "warn-except-first" or "none". What `**kwargs`
-            takes is not donated, nor what `*args` takes beyond 64 arguments.
-        **options: keywords of `filter_jit`, which are those of `jax.jit` but for static arguments,
-            donated ones and shardings; and `batch` and `pad` as of `stepcache.step`.
+        donate: "all", "all-except-first", "warn", "warn-except-first" or "none". Arguments of
+            `**kwargs`, and those of `*args` after the 64th, are not donated.
+        **options: keywords of `filter_jit`, which are those of `jax.jit` except for static and
+            donated arguments and shardings; `batch` and `pad`, as in `stepcache.step`.
 
     Returns:
         A `FilterStep`.

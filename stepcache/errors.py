@@ -81,7 +81,7 @@ class StaleProgramError(StepCacheError, RuntimeError):
 
 
 class RecompileError(StepCacheError, RuntimeError):
-    """A call needs a new program where `no_recompile` or `on_miss="error"` forbids to build one.
+    """A call missed inside `no_recompile`, or in a session with `on_miss="error"`.
 
     Attributes:
         miss: the `Miss`, with the parts of the key that changed.
@@ -110,7 +110,7 @@ class TransferBudgetError(StepCacheError, RuntimeError):
 
 
 class AgreementError(StepCacheError, RuntimeError):
-    """The processes of a pod do not make the same call, or one did not make it in time.
+    """The processes of a pod make different calls, or one did not make the call in time.
 
     Attributes:
         changes: differences, as `Change` records: `before` for the first of `sides`, `after` for
@@ -152,7 +152,7 @@ class SessionClosedError(StepCacheError, RuntimeError):
 
 
 class ForkedProcessError(StepCacheError, RuntimeError):
-    """A step was called in a process that was forked after JAX had started."""
+    """A step was called in a process that was forked after JAX had started: use "spawn"."""
 
 
 class StepCacheWarning(UserWarning):
@@ -171,7 +171,7 @@ class StaleProgramWarning(StepCacheWarning):
 
 
 class OptimizerWarning(StepCacheWarning):
-    """Served variables have another optimizer than the one that they are opened with."""
+    """The server keeps another optimizer for the variables than the one passed to open them."""
 
 
 class UnmatchedRuleWarning(StepCacheWarning):

@@ -272,7 +272,7 @@ class StepStats:
         own_seconds: all other time spent in stepcache on misses.
         moved_bytes: bytes of variables that calls moved between memories, over all links.
         programs: programs of this step in memory now.
-        padding: share of rows that the step's first `Pad` has added, of all rows computed.
+        padding: rows that the step's first `Pad` added, as a share of all rows computed.
     """
 
     misses: int = 0
@@ -335,7 +335,7 @@ _EVENTS_KEPT = 1024
 class Recorder:
     """Keeps the latest events, and passes each to the subscribers and to `jax.monitoring`.
 
-    An error of a subscriber is logged, and not raised in the step.
+    An error in a subscriber is logged; it is not raised in the step.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""`step`, in the place of `flax.nnx.jit`: modules go in as they are, and are updated in place.
+"""`step`, a drop-in for `flax.nnx.jit`: takes modules as arguments, and updates them in place.
 
     from stepcache import nnx as snnx
 
@@ -8,7 +8,7 @@
         optimizer.update(model, grads)
         metrics.update(loss=loss)
 
-What nnx alone can do is left to it.
+Calls that stepcache does not support go to `nnx.jit`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _check_packing(self) -> None:
         if self._call_kind is not GraphCall:
-            what = "pack=True is for steps in the mode that nnx.jit has by default"
+            what = "pack=True needs the default mode of nnx.jit"
             got = "in_shardings, out_shardings, graph=False or graph_updates=False"
             raise OptionError(what, where=function_name(self.__wrapped__), got=got)
         watch_for_looks()
@@ -114,7 +114,7 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
 
     def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
         if self._call_kind is None:
-            what = "this cannot be asked of a step that nnx serves"
+            what = "a step that goes to nnx.jit does not support this"
             hint = "a session's Rules place modules by their paths"
             got = "in_shardings, out_shardings, or graph=True with graph_updates=False"
             raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
@@ -209,11 +209,11 @@ def step(fun: Callable[P, R], /, **options: Any) -> ModuleStep[P, R]: ...
 @overload
 def step(**options: Any) -> Callable[[Callable[P, R]], ModuleStep[P, R]]: ...
 def step(fun: Any = None, /, **options: Any) -> Any:
-    """Compiles a function over nnx modules once per signature and mesh; they are updated in place.
+    """Compiles a function over nnx modules once for each signature and mesh; updates them in place.
 
     A drop-in for `nnx.jit`: `@step`, `@step(...)` and `step(fun, ...)` take every keyword of
-    `nnx.jit` with its meaning, and raise its errors. Whatever the function does to modules,
-    optimizers, metrics and `Rngs` is seen outside, and what is shared stays shared.
+    `nnx.jit`, with the same meaning, and raise its errors. Changes that the function makes to
+    modules, optimizers, metrics and `Rngs` are seen outside. Shared variables stay shared.
 
         @snnx.step
         def train_step(model, optimizer, batch): ...
@@ -222,30 +222,31 @@ def step(fun: Any = None, /, **options: Any) -> Any:
             loss = train_step(model, optimizer, batch)
 
     Programs are cached and explained as those of `stepcache.step`: a second start of a script
-    traces nothing, and a miss names `model.layers[3].kernel`. A call with the same modules as
-    before costs little more than one of `jax.jit` with their arrays as a list, for nothing but the
-    values of variables is read and written. With `graph=False` likewise. With `pack=True` the small
-    variables of modules lie in a few buffers between calls, and are cut out of these when somebody
-    looks: a call takes 1 µs less for each. XLA takes some milliseconds more for each to compile the
-    program, so that is for small steps that run tens of thousands of times.
+    traces nothing, and a miss names the attribute, such as `model.layers[3].kernel`. A call with
+    the same modules as before takes little more time than `jax.jit` over a list of their arrays,
+    because it reads and writes only the values of variables; with `graph=False`, too.
 
-    nnx itself serves what it alone can, through a step that traces at each start: functions with
-    `in_shardings` or `out_shardings`, and `graph=True` with `graph_updates=False`. It also serves,
-    by `jax.jit`: calls inside a transformation, under `nnx.cached_partial`, and with references.
+    With `pack=True`, small variables are in a few buffers between calls, and get their values when
+    they are read. A call takes 1 µs less for each, but XLA compiles some milliseconds longer for
+    each. This pays for small steps that run tens of thousands of times.
+
+    These are passed to `nnx.jit`: functions with `in_shardings` or `out_shardings`, and those with
+    `graph=True, graph_updates=False`, which are traced at each start; calls inside a
+    transformation, under `nnx.cached_partial`, and with references.
 
     Args:
         fun: the function; omitted in `@step(...)`.
-        **options: keywords of `nnx.jit`; `batch` and `pad` as of `stepcache.step`; and `pack`.
+        **options: keywords of `nnx.jit`; `batch` and `pad`, as in `stepcache.step`; and `pack`.
 
     Returns:
-        A `ModuleStep`, which has what `nnx.jit` and `stepcache.step` return have.
+        A `ModuleStep`, with the methods of both `nnx.jit` and `stepcache.step`.
 
     Raises:
-        OptionError: `carry`, an unknown keyword, or `pack` in another mode than the default one.
+        OptionError: `carry`; an unknown keyword; or `pack` outside of the default mode.
     """
     if "carry" in options:
         what = "modules are not carried: they are updated in place"
-        hint = "leave carry away; donate_argnames spares the memory of the old values"
+        hint = "remove carry; donate_argnames frees the memory of the old values"
         got = f"carry={options['carry']!r}"
         raise OptionError(what, where="stepcache.nnx.step", got=got, hint=hint)
     for name in options:

@@ -35,83 +35,77 @@ OnMiss = Literal["compile", "warn", "error"]
 
 
 class Session:
-    """What the calls made in it share: a mesh and rules, a program cache, what a miss may do.
+    """Options that calls of steps share: mesh, sharding rules, program cache, what a miss does.
 
-    A session does what its arguments say, and nothing else. Without a mesh it places nothing: every
-    array is where `jax.jit` would have it, and a step finds the programs that it built outside, if
-    the cache is the same.
+    Enter a session with `with`, on each thread that uses it; the innermost session counts. A
+    session is thread-safe, and its programs are kept when you leave it.
 
-    With a mesh, host arrays and uncommitted arrays of a call are placed on it first: by the first
-    rule whose regex is found in their path (`state/layers/0/kernel`); where none is, leaves of an
-    argument that `step(batch=...)` names are split along `data_axis` on dimension 0, scalars
-    replicated; all others are replicated. What cannot be placed as asked is an error. Arrays that
-    were placed by the user, or that the step's own `in_shardings` speak of, are left to them.
+    Without a mesh, a session places nothing: arrays stay where `jax.jit` would have them, and a
+    step finds programs that it built outside the session in the same cache.
 
-    A rule that matches no leaf of a step with a carry, nor of any step before it, is warned of when
-    that step is first built; one anchored at another step's argument (`^prompt/`), when the session
-    is left.
+    With a mesh, host arrays and uncommitted arrays of a call are placed before it runs. The first
+    rule whose regex is found in a leaf's path (`state/layers/0/kernel`) decides. Without such a
+    rule, leaves of a batch (`step(batch=...)`) are split along `data_axis` on dimension 0; scalars
+    and all other leaves are replicated. A leaf that cannot be placed as asked is an error. Arrays
+    that you have placed, and arguments with the step's own `in_shardings`, are left as they are.
+    Inside another transformation of JAX, a step behaves like `jax.jit`, and nothing is placed.
 
-    A session is entered with `with`, on each thread that is to use it; the innermost one counts,
-    and leaving it keeps its programs. It is thread-safe. Inside another `jax` transformation a step
-    means what `jax.jit` means, and places nothing.
+    A rule that has matched no leaf is reported by a warning when a step with a carry is first
+    built. For a rule anchored at another step's argument (`^prompt/`), the warning comes when you
+    leave the session.
 
     Args:
-        mesh: the devices and their axes, from `jax.make_mesh`; by default none.
-        cache: where programs are kept; by default one cache shared by all sessions.
-        rules: `Rules`, or the pairs to make them of. They need a mesh.
+        mesh: devices and axes, from `jax.make_mesh`; by default none.
+        cache: the `ProgramCache`; by default one that all sessions share.
+        rules: `Rules`, or pairs of a regex and a `PartitionSpec`. They need a mesh.
         data_axis: the mesh axis, or axes, over which a batch is split; None replicates it.
-        on_miss: what a call may do that finds no program. "compile" builds it; "warn" builds it
-            and warns with the reason, but for the first program of a step; "error" raises
-            `RecompileError`, so that only `step.warm` builds.
-        count_hits: count every hit in `step.stats()`. Keeps JAX's C++ dispatcher out of the way,
-            which costs a trip through Python each call.
-        max_step_bytes: bytes that one call may move between memories, for its arguments and its
-            variables. A call that would move more raises `TransferBudgetError`, before it does, and
-            so do `push`, `assign` and `restore` of variables; 0 forbids all transfers. Keeps the
-            dispatcher out of the way, as `count_hits` does. Calls that only JAX can judge go to
-            `jax.jit` whole, and are not bounded: those inside another transformation, and those
-            with an argument that no cached program can hold (a mutable reference), of which only
-            the variables count.
-        agree_timeout: seconds that the processes of a pod wait for one that does not take part in
-            the agreement on a new program.
-        check_replicas_every: at every so many calls of a step that passes `Variables`, check that
-            what several processes, or devices, hold of the same values in them is the same, as
-            `check_replicas` does; but what is compared first are checksums that the devices make.
-            Calls of all processes are counted, so all have to make the same ones. It takes each
-            call that passes `Variables` through Python. A save compares what it is about to write
-            in the same way, at any call. None never checks.
-        hang_after: seconds without a movement in a session over several processes, after which each
-            of them logs, once, where all of them are, to the logger `stepcache`; None for never.
-        on_hang: "warn" goes on waiting after that; "error" makes it a `RankLostError` on all.
-        target: other processes that run the steps: "local:2x4" starts two tasks of four devices
-            each on this machine; "local:DIRECTORY" and "ray:NAME" find those that `stepcache serve
-            --tasks` runs, here or as actors of a Ray cluster.
-            The mesh is a `jax.sharding.AbstractMesh` of their devices; without one, all are along
-            the data axis. `Variables` made in the session live there.
-        name: of this client of the tasks. Under a name "local:2x4" finds the tasks that run, and
-            `Variables` the values that an earlier client of this name left. Without one, the tasks
-            end with the session.
-        watch: name of a client of the tasks whose variables this session reads, and nothing else.
-        deadline: seconds that a wait for the tasks may take: a look at what a step has returned or
-            at variables, or a call while many are under way. Then it raises `DeadlineError`. The
-            tasks go on, nothing is lost, and the same can be waited for again. Compilations and
-            checkpoints have no deadline. None for none.
+        on_miss: what a call does on a cache miss. "compile" builds the program; "warn" also warns
+            with the reason, except for the first program of a step; "error" raises
+            `RecompileError`, so that only `step.warm` builds programs.
+        count_hits: count every hit in `step.stats()`. Each call then goes through Python, because
+            JAX's C++ dispatcher does not report its hits.
+        max_step_bytes: the most bytes that one call may move between memories for its arguments
+            and variables; 0 forbids all transfers. A call, `push`, `assign` or `restore` that would
+            move more raises `TransferBudgetError` before anything moves. Each call then goes
+            through Python. Calls that are passed to `jax.jit` are not limited: those inside another
+            transformation, and those with a mutable reference, whose `Variables` alone are counted.
+        agree_timeout: how long the processes of a pod wait, in seconds, for one that does not take
+            part in the agreement on a new program.
+        check_replicas_every: check at every n-th call of a step that passes `Variables` that all
+            replicas of their values are equal, as `check_replicas` does. Devices compute checksums,
+            which are compared first. All processes must make the same calls, because each counts
+            its own. Calls that pass `Variables` go through Python. `save` checks what it writes in
+            the same way. None never checks.
+        hang_after: seconds without progress, in a session over several processes, after which each
+            process logs once where all are (logger `stepcache`). None never does.
+        on_hang: "warn" then waits on; "error" raises `RankLostError` on all processes.
+        target: other processes that run the steps. "local:2x4" starts two tasks of four devices
+            each on this machine. "local:DIRECTORY" and "ray:NAME" connect to the tasks that
+            `stepcache serve --tasks` runs on this machine, or on a Ray cluster. The mesh is then a
+            `jax.sharding.AbstractMesh` of the tasks' devices; by default all are along the data
+            axis. `Variables` that are made in the session are on the tasks.
+        name: name of this client of the tasks. With a name, the tasks outlive the session: the next
+            session of this name finds them, and the values of its `Variables`. Without a name,
+            tasks that this session started end with it.
+        watch: name of another client of the tasks, whose variables this session may only read.
+        deadline: seconds after which waiting for the tasks raises `DeadlineError`: when you read an
+            output or variables, or call a step while many runs are pending. The tasks go on,
+            nothing is lost, and you can wait again. Compilations and checkpoints have no deadline.
 
-    Over the processes of a pod (`jax.distributed.initialize`), a session means the same: each hands
-    in its part of a batch along `data_axis`, and the whole of everything else. Before a new program
-    first runs, all processes compare their calls, and a digest of what each hands in whole; where
-    they differ, that is an `AgreementError` on all of them. Where only their code or globals do,
-    it is one if they lower different programs. One builds it, the others load that. An error of a
-    collective that leaves a `with` block because a process of the mesh was lost becomes a
-    `RankLostError`. Where a process ends, or leaves its session, while others wait for it in a
-    collective, they raise that too; one that cannot, as its thread waits for a device, prints it
-    and ends with exit code 1 within seconds.
+    In a pod (`jax.distributed.initialize`), each process passes its part of a batch along
+    `data_axis`, and all other arguments whole. Before a new program first runs, all processes
+    compare their calls, and a digest of each argument that is passed whole. A difference raises
+    `AgreementError` on all of them. If code or globals differ, each process traces the step, and
+    only different lowered programs are an error. One process builds the program, the others load
+    it. If a process is lost, ends or leaves its session while others wait for it in a collective,
+    they raise `RankLostError`. A process whose main thread is blocked by a device prints this error
+    instead, and ends with exit code 1 within seconds.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
-        OptionError: `on_miss` is unknown, a rule is malformed, there are rules or a `data_axis`
-            without a mesh, or options of a target without one, `cache` is no `ProgramCache`, or
-            `max_step_bytes` is no number of bytes.
+        OptionError: an unknown `on_miss`; a malformed rule; rules or a `data_axis` without a mesh;
+            options of a target without a target; a `cache` that is not a `ProgramCache`; a
+            `max_step_bytes` that is not a number of bytes.
     """
 
     def __init__(
@@ -213,16 +207,16 @@ class Session:
         return make_step(fun, options, lambda: self._scope)
 
     def check_replicas(self, tree: Any) -> None:
-        """Checks that what several processes, or devices, hold of the same values is the same.
+        """Checks that all replicas of values, on several processes or devices, are equal.
 
-        Reads every byte that this process's devices hold of them, so that it takes as long as a
-        copy to the host. In a pod all processes have to call it. Values that a call hands in from
-        the host are compared by themselves when a program is new, and those of `Variables` when a
-        step first uses them; this also finds what has come apart since.
+        Reads every byte of the replicas on this process's devices, which takes as long as a copy to
+        the host. In a pod all processes must call it. Host arrays are compared without this call
+        when a program is new, and `Variables` when a step first uses them; this method also finds
+        later differences.
 
         Args:
-            tree: `Variables`, or any tree of arrays, numbers and `Variables`. Of variables in host
-                memory each process has a share of its own, so there is nothing to compare.
+            tree: `Variables`, or any tree of arrays, numbers and `Variables`. Variables in host
+                memory are not compared, because each process has a different share of them.
 
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.
@@ -265,11 +259,11 @@ class Session:
     def cancel(self) -> int:
         """Cancels the steps that were called in this session and that no task has begun.
 
-        A step that a task has begun goes on, and a task without others begins up to five ahead, so
-        that its devices are never idle. Pushes to variables go on, too. What a cancelled step
-        carries is as it was before, in `Variables` as in plain trees, so that training can go on.
-        Its other outputs raise `TaskError` when they are looked at; a step, or a push, that is
-        given one of them is cancelled with it. Other threads may call this while a call waits.
+        Steps that a task has begun go on; a single task begins up to five steps ahead, to keep its
+        devices busy. Pushes to variables go on, too. The carry of a cancelled step keeps its value,
+        in `Variables` and in plain trees, so you can continue to train. Its other outputs raise
+        `TaskError` when they are read, and a step or push that takes one of them is cancelled, too.
+        Other threads may call this while a call waits.
 
             @sc.step(carry="total")
             def add(total, x):
@@ -287,7 +281,7 @@ class Session:
             How many steps were cancelled.
 
         Raises:
-            OptionError: the session has no `target`: JAX cannot take back what was dispatched.
+            OptionError: the session has no `target`. JAX cannot cancel a dispatched program.
             RankLostError: the tasks were lost.
         """
         if (target := self._scope.target) is None:
@@ -299,10 +293,10 @@ class Session:
     def close(self) -> None:
         """Ends the session: from now on a step called in it raises `SessionClosedError`.
 
-        A call that is running its program on another thread ends as it would have; one that is
-        still building raises once it is built. On a thread that is still in it, a call may be
-        served where another session, with the same mesh, rules and cache, makes calls like it.
-        Programs stay in the cache, which may be shared.
+        A call whose program is running on another thread completes. A call that is building its
+        program raises when the build ends. On a thread that has not left the session, a call may
+        still hit if an open session with the same mesh, rules and cache makes the same call.
+        Programs stay in the cache, which other sessions may share.
 
         Raises:
             OptionError: this is the default session.

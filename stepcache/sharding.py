@@ -53,11 +53,11 @@ def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
     counts = {len(starts) for starts in held.values()}
     if len(counts) > 1:
         raise PlacementError(
-            "the processes of the mesh hold unequal parts of what is split over its axes",
+            "the processes of the mesh hold unequal numbers of shards",
             where=f"mesh axis {quoted(axes)}",
-            expected="as many shards on each process",
+            expected="the same number of shards on each process",
             got=", ".join(f"rank {rank}: {len(starts)}" for rank, starts in sorted(held.items())),
-            hint="jax.make_mesh orders devices so that it is so",
+            hint="jax.make_mesh orders devices in this way",
         )
     return total // counts.pop()
 
@@ -91,9 +91,9 @@ class Rules:
         rules: pairs of a regex and a `PartitionSpec`.
 
     Raises:
-        OptionError: a pair is not one, a regex does not compile, or a spec is no `PartitionSpec`.
+        OptionError: an element that is not such a pair, or a regex that does not compile.
 
-    The idea is that of T5X and MaxText: shardings by name, apart from the model.
+    Shardings by name, outside of the model, as in T5X and MaxText.
     """
 
     __slots__ = ("_patterns", "rules")

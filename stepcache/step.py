@@ -97,7 +97,7 @@ class Step(functools.partial, Generic[P, R]):
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The shapes and dtypes of the outputs, as `jax.ShapeDtypeStruct`.
 
-        In the place of `Variables` that are carried there is their tree.
+        Carried `Variables` are returned as their tree.
         """
         return (self._engine.padder or self._engine).eval_shape(args, kwargs)
 
@@ -112,9 +112,9 @@ class Step(functools.partial, Generic[P, R]):
         self._engine.dispatcher.clear()
 
     def warm(self, /, *args: Any, **kwargs: Any) -> None:
-        """Builds the program for these arguments, if it is not there; runs nothing.
+        """Builds or loads the program for these arguments, if it is not in memory; runs nothing.
 
-        There is none for a call that goes to `jax.jit`, as with mutable references.
+        Does nothing for a call that goes to `jax.jit`, as with mutable references.
 
         Args:
             *args: as in a call; arrays may be `jax.ShapeDtypeStruct`.
@@ -147,18 +147,18 @@ class Step(functools.partial, Generic[P, R]):
             hundred = train_step.repeat(100)
             state, metrics = hundred(state, batches)  # metrics["loss"] has shape [100]
 
-        What is carried goes from each time to the next. A batch (`step(batch=...)`) has the batches
-        of all times along a new first dimension, of size `count`. Other arguments are the same each
-        time. Outputs beside the carry are stacked along a new first dimension.
+        Each run gets the carry of the run before. A batch (`step(batch=...)`) has the batches of
+        all runs, along a new first dimension of size `count`. Other arguments are the same in all
+        runs. Outputs other than the carry are stacked along a new first dimension.
 
-        A call then costs its overhead once, and in a session with a target one message. The program
-        is traced and compiled once, for whatever `count`.
+        The overhead of a call is paid once for all runs; in a session with a target, they take one
+        message. The function is traced and compiled once, whatever the `count`.
 
         Args:
-            count: how often.
+            count: number of runs.
 
         Returns:
-            The step, the same one for the same `count`.
+            The step; for the same `count`, the same one.
 
         Raises:
             OptionError: the step carries nothing, pads, or has `in_shardings` or `out_shardings`.
@@ -171,7 +171,7 @@ class Step(functools.partial, Generic[P, R]):
         return self._repeated[count]
 
     def stats(self) -> StepStats:
-        """What the step has cost so far. Hits are counted as `StepStats.hits` says."""
+        """Counts and durations so far. `StepStats.hits` says which hits are counted."""
         stats, padder = self._engine.miss_log.stats(self._engine.programs()), self._engine.padder
         if padder is None:
             return stats
@@ -179,7 +179,7 @@ class Step(functools.partial, Generic[P, R]):
 
     @property
     def last_miss(self) -> Miss | None:
-        """Why the latest program was built; None before the first."""
+        """The latest `Miss`: why a call found no program in memory. None before the first."""
         return self._engine.miss_log.last_miss
 
 
@@ -194,31 +194,32 @@ def step(
     **options: Any,
 ) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 def step(fun: Any = NOT_GIVEN, /, **options: Any) -> Any:
-    """Compiles a training step once per signature and mesh, and reports why it compiled.
+    """Compiles a function once for each signature and mesh, and says why it compiled.
 
     A drop-in for `jax.jit`: `@sc.step`, `@sc.step(...)` and `sc.step(fun, ...)` take every keyword
-    of `jax.jit` with its meaning. Without a session's mesh it runs where `jax.jit` would.
+    of `jax.jit`, with the same meaning. Without a session's mesh, arrays are where `jax.jit` would
+    have them.
 
     Args:
         fun: the function; omitted in `@sc.step(...)`.
         carry: name, or names, of arguments that the step returns first, updated, as `lax.scan`
             returns its carry: alone, or as the first outputs of a tuple. They are donated. In a
-            session with a mesh they leave the step placed as they entered it.
+            session with a mesh, they are returned with the sharding that they were passed with.
         batch: name, or names, of arguments whose leaves a session with a mesh splits along its
-            `data_axis`, on dimension 0. What is neither carried nor a batch, it replicates.
-        pad: `Pad`, or several: what is padded to one of a few sizes before a call, so that batches
-            of other sizes find a program.
+            `data_axis`, on dimension 0. Other arguments are replicated, unless a rule places them.
+        pad: `Pad`, or several: pads arguments to one of a few sizes before a call, so that ragged
+            batches share programs.
         **options: keywords of `jax.jit`.
 
     Returns:
         A `Step`.
 
     Raises:
-        OptionError: an unknown keyword; a carry or batch that is no parameter of `fun`, that is
-            static, or that is both; a `Pad` of what cannot be padded.
+        OptionError: an unknown keyword; a carry or batch that is not a parameter of `fun`, or is
+            static; an argument that is both; a `Pad` of an argument that cannot be padded.
 
-    The errors of `jax.jit` are raised as they are. The idea of naming a step and finding its
-    compiled pieces again is that of TensorFlow's client session (OSDI'16, §3.3).
+    Errors of `jax.jit` are raised unchanged. The idea of a client that caches the compiled parts of
+    each step is TensorFlow's (OSDI'16, §3.3).
     """
     return make_step(fun, options)
 

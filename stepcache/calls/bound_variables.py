@@ -66,22 +66,22 @@ def _refused(spec: StepSpec, read: bool) -> Iterator[tuple[str, str, str]]:
     for name in _donated(spec) if read else ():
         yield (
             name,
-            "variables are donated and not carried, and would be left without a value",
-            f"say carry={name!r} if the step returns them updated; else do not donate",
+            "variables are donated but not carried, and would lose their value",
+            f"write carry={name!r} if the step returns them updated; else do not donate them",
         )
     statics = {*map(spec.parameters.name_of, roles.static_argnums), *roles.static_argnames}
     for name in sorted(statics):
         yield (
             name,
-            "variables cannot be static: their values are no part of a program",
-            f"take {name!r} out of static_argnames",
+            "variables cannot be static: their values are not part of a program",
+            f"remove {name!r} from static_argnames",
         )
     for option, entries in _placed_by_leaf(spec.options, spec.parameters.carry):
         for name in (_name(spec, entry) for entry in entries):
             yield (
                 name,
-                f"{option} speaks of leaves, and variables have been placed already",
-                f"say None for {name!r} in {option}, and placement=... where they are made",
+                f"{option} cannot place variables, which have a placement",
+                f"write None for {name!r} in {option}; placement=... of Variables places them",
             )
 
 

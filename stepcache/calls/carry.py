@@ -100,9 +100,9 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
         taken = [index for index in indices if index in overwrites]
         if len(taken) > 1 and any(overwrites[index] for index in taken):
             raise CarryError(
-                f"{spec.name} is given the same array in several places, and writes over it",
+                f"{spec.name} gets the same array in several places, and donates it",
                 where=", ".join(call.paths[index].text for index in taken),
-                expected="an array of its own for each leaf that is carried or donated",
+                expected="a separate array for each leaf that is carried or donated",
                 got=str(request.leaves[taken[0]]),
                 hint="pass a copy in one of the places, by jax.tree.map(jnp.copy, ...)",
             )

@@ -147,10 +147,10 @@ def in_mesh_of(scope: Scope) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def no_recompile():
-    """Raises `RecompileError`, with the reason, where a step inside needs a new program.
+    """Context manager that raises `RecompileError`, with the reason, if a step needs a new program.
 
-    Programs that are known already run, also where JAX's dispatcher has to be told about them
-    again. `step.warm` may build. Holds for the current thread, or the current asyncio task.
+    A call whose program is in memory runs, even if JAX's dispatcher has dropped its entry.
+    `step.warm` may build. In effect for the current thread, or the current asyncio task.
     """
     token = recompiles_forbidden.set(True)
     try:

@@ -18,7 +18,7 @@ from stepcache.calls.signature import Call
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import StepCacheError, StepCacheWarning, warn
 
-_INSTEAD = "stepcache.nnx.step, in the place of nnx.jit, updates modules in place"
+_INSTEAD = "stepcache.nnx.step, a drop-in for nnx.jit, updates modules in place"
 
 
 def warn_of_carried_module(spec: StepSpec, call: Call) -> None:

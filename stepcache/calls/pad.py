@@ -23,21 +23,21 @@ class Pad:
 
         train_step(state, batch)  # of any size: there is one program for each power of two
 
-    The added rows are copies of the last row, so that results for them are as finite as the others.
-    They are cut from each output, but not from a carry, whose size follows the argument's. The
+    The added rows are copies of the last row, so that they cause no infinities or NaNs of their
+    own. They are cut from outputs whose size depends on the padded axis, but not from a carry. The
     function must mask sums and means over rows.
 
     Attributes:
-        argument: name of the argument, or names of several with equal sizes. "batch/tokens" is the
-            part of an argument at this path.
+        argument: name of the argument, or names of several with equal sizes. "batch/tokens" pads
+            only the part of `batch` at this path.
         axis: axis of each array. Arrays with fewer axes are not padded.
-        sizes: "powers" for powers of two (times d in a session that splits the batch over d
-            devices), or all possible sizes, ascending.
-        mask: name of an argument of the function that the step makes, and calls do not pass: a bool
-            array of the padded size, True for rows of the caller.
-        count: name of an argument that the step makes: the number of the caller's rows, an int32.
-        check: for debugging: at each new size, run the function twice without donation, with
-            different added rows, and raise if outputs differ.
+        sizes: the sizes to pad to, ascending; or "powers" for powers of two (times d in a session
+            that splits the batch over d devices).
+        mask: name of an argument of the function that the step fills in, so calls must not pass
+            it: a bool array of the padded size, True for the caller's rows.
+        count: the same for an int32, the number of the caller's rows.
+        check: for debugging. At each new size, the function runs twice, without donation and with
+            different added rows; outputs that differ raise `PaddingError`.
 
     Raises:
         OptionError: `sizes` are not ascending positive ints, or `axis` is negative.

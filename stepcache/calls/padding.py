@@ -178,7 +178,7 @@ class Padder:
         for number, group in enumerate(groups):
             found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
             if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
-                what = "returns another tree at another size: it is unknown which outputs to cut"
+                what = "returns a different tree at another size: unknown which outputs to cut"
                 raise group.pad._error(f"{self._spec.name} {what}")
             sizes = group.padded, group.pad.other_size(group.padded)
             for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
@@ -187,10 +187,10 @@ class Padder:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
                         raise group.pad._error(
-                            f"{self._spec.name} returns an array whose axis {axis} follows the "
-                            "padded one otherwise than row by row: it is unknown what to cut",
+                            f"{self._spec.name} returns an array whose axis {axis} depends on the "
+                            "padded one, but not row by row: it is unknown what to cut",
                             got=f"sizes {both}, where it has {sizes}",
-                            hint="return an array with a row for each of the padded ones",
+                            hint="return an array with one row for each padded row",
                         )
         if len(self._axes) >= _KEYS_REMEMBERED:
             self._axes.clear()

@@ -76,7 +76,7 @@ class Use:
                         "variables are carried twice, and would get two values",
                         where=f"{self._spec.name}, argument {name}",
                         got=repr(each),
-                        hint="pass them once, or make two of them by .copy()",
+                        hint="pass them once, or pass a copy, from .copy()",
                     )
                 found.append(each)
         self.carried = len(found)
@@ -256,7 +256,7 @@ class Use:
                 "variables cannot be carried inside another transformation",
                 where=self._spec.name,
                 got=repr(self.variables[0]),
-                hint="pass their .value, and assign what comes back",
+                hint="pass their .value, and assign the result",
             )
         if jaxcompat.keeps_what_is_read():
             raise VariablesError(

@@ -67,7 +67,7 @@ def show_command(directory: Path, digest: str, everything: bool) -> Result:
 @cache.command("why")
 @on_directory
 @click.argument("step", required=False)
-@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare that many runs.")
+@click.option("--runs", "count", type=click.IntRange(min=1), help="Compare this number of runs.")
 @click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of each run.")
 def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
     """Shows what the latest run built and loaded, and why: all steps, or one STEP."""
@@ -139,7 +139,7 @@ def _freed(
     text = [*render.removed(len(removed), freed_bytes, left_bytes, str(directory))]
     too_many = max_bytes is not None and left_bytes > max_bytes
     if too_many:
-        text.append("What is left cannot be removed, or is being loaded: see stepcache doctor.")
+        text.append("Those left cannot be removed, or are being loaded: see stepcache doctor.")
     return Result(data, text, failed=too_many)
 
 

@@ -80,7 +80,7 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
         "--dir",
         "directory",
         type=click.Path(path_type=Path, file_okay=False),
-        help="Cache directory; by default STEPCACHE_DIR, or the user's own.",
+        help="Cache directory; by default STEPCACHE_DIR, or one in the user's cache directory.",
     )
     @functools.wraps(function)
     def run(directory: Path | None, as_json: bool, **options: Any) -> None:

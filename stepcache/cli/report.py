@@ -38,7 +38,7 @@ _FORMAT_OF_SUFFIX = {".prom": "openmetrics", ".txt": "openmetrics", ".json": "pe
     help="By default html; openmetrics for --out FILE.prom, perfetto for --out FILE.json.",
 )
 @click.option("--list", "listing", is_flag=True, help="List the runs.")
-@click.option("--every", type=DURATION, help="Write the file again and again: 15s.")
+@click.option("--every", type=DURATION, help="Rewrite the file at this interval, such as 15s.")
 def report(
     directory: Path,
     run: str,
@@ -55,7 +55,7 @@ def report(
     if every and not out:
         raise click.UsageError("--every needs --out FILE")
     if listing and (out or form):
-        raise click.UsageError("--list writes no report: leave --out and --format away")
+        raise click.UsageError("--list writes no report: omit --out and --format")
     if listing:
         found = runs.summaries(inventory.open_existing(directory))
         shown = [render.records(found)] if found else [f"No run has used {directory} yet."]

@@ -26,7 +26,12 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command("serve")
-@click.option("--variables", "directory", type=_DIRECTORY, help="For snapshots and tables.")
+@click.option(
+    "--variables",
+    "directory",
+    type=_DIRECTORY,
+    help="Serve variables; keep snapshots and tables here.",
+)
 @click.option("--tasks", "size", metavar="2x4", help="Run two tasks of four devices each.")
 @click.option("--directory", "place", type=_DIRECTORY, help="Where clients find the tasks.")
 @click.option(
@@ -35,7 +40,7 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
     type=DURATION,
     default="30s",
     show_default=True,
-    help="Maximal time from a write to a snapshot.",
+    help="Longest time from a write to a snapshot.",
 )
 @click.option(
     "--snapshot-writes",

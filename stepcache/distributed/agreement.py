@@ -205,9 +205,9 @@ class Round:
 
 
 SAME_CALLS = (
-    "make the same calls, of the same shapes and static values, in the same order on all "
-    "processes; a call of one process alone needs all its arguments on devices of its own "
-    "(jax.device_put), or sc.Session() around it; Session(agree_timeout=…) waits longer"
+    "make the same calls, with the same shapes and static values, in the same order on all "
+    "processes. For a call on one process alone, place its arguments on that process's devices "
+    "(jax.device_put), or call it inside sc.Session(). Session(agree_timeout=…) waits longer"
 )
 
 

@@ -346,7 +346,7 @@ class Watch:
             if (found := self._events.call_roll(self._row())) is None:
                 return
             silent = {rank: why for rank, why in found[1].items() if rank in silent}
-        text = f"nothing has moved for {seconds:g} s"
+        text = f"no progress for {seconds:g} s"
         if silent:
             self._announce_loss(silent, f"{text}, and it does not answer", table(rows, silent))
         elif on_hang == "error":

@@ -77,7 +77,7 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     written = not function.__code__.co_filename.startswith("<")  # And not made by a library.
     unseen = (names.attributes if names.is_dynamic and written else names.loads) & UNSEEN.keys()
     for name in sorted(unseen):
-        walk.blame(label, f"it reads {name}, and {UNSEEN[name]} are not looked at")
+        walk.blame(label, f"it reads {name}, and {UNSEEN[name]} are not fingerprinted")
     _note_captured(walk, label, function, names)
     if function.__dict__:
         walk.value(f"{label}.__dict__", dict(function.__dict__))
@@ -279,7 +279,7 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
         walk.blame(label, f"it imports {name}, whose source cannot be read")
         return
     if not _READS_OUTSIDE.isdisjoint(code.co_names):
-        walk.blame(label, f"it imports {name}, which may read a file or a variable meanwhile")
+        walk.blame(label, f"it imports {name}, which may read files or the environment")
     names = names_of(code)
     space = file_label(path, name)
     walk.codes.update(names.codes)

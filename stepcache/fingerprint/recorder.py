@@ -233,7 +233,7 @@ class _Watch:
         if self._profile is None:
             return "" if _monitor.start(user) else _NO_TOOL
         if not self._profile.start():
-            return "a profiler written in C is active, so that its trace cannot be watched"
+            return "a profiler written in C is active, so its trace cannot be recorded"
         jax_alone.watch_binds(user)
         return ""
 
@@ -246,7 +246,7 @@ class _Watch:
 
 
 _NO_END_OF_COLLECTION = "the end of a garbage collection was not seen while it was traced"
-_NO_TOOL = "all of sys.monitoring's tools are taken, so that its trace cannot be watched"
+_NO_TOOL = "all of sys.monitoring's tools are taken, so its trace cannot be recorded"
 _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have hidden a part of it"
 
 

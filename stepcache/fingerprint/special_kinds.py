@@ -254,7 +254,7 @@ def note_remembering(walk: Trail, path: str, value: Any) -> None:
     walk.note(path, type(value).__name__)
     function = getattr(value, "__wrapped__", None)
     if function is None:
-        walk.blame(path, "it remembers results that cannot be looked at")
+        walk.blame(path, "it caches results that cannot be fingerprinted")
         return
     is_users = origin_of(function) == USER
     if type(value) is _REMEMBERING:  # A library's own function remembers for itself alone.

@@ -175,7 +175,7 @@ class Trail(ABC):
         if version:
             self.once(f"package {name}", version)
         elif name not in sys.stdlib_module_names:
-            self.blame(f"package {name}", "no installed distribution says that it holds it")
+            self.blame(f"package {name}", "no installed distribution contains it")
 
     def check_pure(self, path: str, full_name: str) -> None:
         """Blames what gives another result in each run."""

@@ -52,15 +52,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What a cache holds now, and how often it was asked.
+    """Size and counters of a program cache in memory.
 
     Attributes:
-        programs: programs held.
-        max_memory_programs: the bound on them.
-        max_bytes: the bound on their size in bytes, or None.
-        hits: times a program was found.
-        builds: times a program was built.
-        evictions: programs that made room for others.
+        programs: number of programs in memory.
+        max_memory_programs: the limit of that number.
+        max_bytes: the limit of their size in bytes, or None.
+        hits: lookups that found a program.
+        builds: programs built.
+        evictions: programs dropped to make room for others.
     """
 
     programs: int
@@ -75,46 +75,43 @@ _DEFAULT_DISK_BYTES = 10 << 30
 
 
 class ProgramCache:
-    """Keeps compiled programs in memory and on disk, least recently used first out.
+    """Keeps compiled programs in memory and on disk. Evicts the least recently used first.
 
     Args:
-        directory: where programs are kept for later processes. By default `STEPCACHE_DIR`, or a
-            directory in the user's cache directory; None, or `STEPCACHE_DIR=off`, keeps to memory.
-            It must belong to the user and be closed to others: what it holds is run.
-        max_bytes: bound on the bytes of programs, in memory and on disk, each. By default none in
-            memory, and 10 GiB on disk. The size of a program in memory is that of its generated
-            code, or of its optimized HLO where the platform does not tell (CPU).
-        max_memory_programs: bound on the number of programs in memory.
-        min_build_seconds: a program that was built faster than that is not kept on disk.
-        verify: what happens before a program is trusted that was loaded without a trace.
-            "background" traces the step in a thread, when some ten steps have run, and raises
-            `StaleProgramError` at the next call if that gives another program. An entry that one
-            start has verified is verified again at its 2nd, 4th, 8th … start only; a process that
-            ends earlier leaves it to the next. "before" traces the step first, so that only
-            compiling is saved; "off" trusts the fingerprint. By default `STEPCACHE_VERIFY`, or
-            "background".
-        check_every: compare what a step depends on (globals, captured values, code) with what it
-            was when its program was traced, at every so many calls. Where that has changed, the
-            step is traced again, and `StaleProgramError` raised if it lowers to something else.
-            It takes JAX's C++ dispatcher out of the way. None never compares.
-        remote: a cache behind the directory that many machines share: "s3://BUCKET/PREFIX",
-            "gs://BUCKET/PREFIX" or "file:///DIRECTORY". What the directory does not hold is looked
-            for there, and what is built here is written there in the background. By default
-            `STEPCACHE_REMOTE`; "off" is none. docs/shared-cache.md tells of its key, and of what it
-            may cost.
+        directory: where programs are stored for later processes. By default `STEPCACHE_DIR`, or a
+            directory in the user's cache directory. None, or `STEPCACHE_DIR=off`, keeps programs in
+            memory only. Only the user may write to it, because loading an executable runs code.
+        max_bytes: limit of the size of all programs, applied to memory and to disk. By default
+            there is none for memory, and 10 GiB for disk. In memory the generated code counts, or
+            the optimized HLO if the platform does not report that (CPU).
+        max_memory_programs: limit of the number of programs in memory.
+        min_build_seconds: programs that were built in less time are not stored on disk.
+        verify: how a program that was loaded without a trace is verified. "background" traces the
+            step in a thread, after some ten steps; if the trace gives another program, the next
+            call raises `StaleProgramError`. After one start has verified an entry, only the 2nd,
+            4th, 8th … start does so again; if a process ends before, the next start verifies.
+            "before" traces the step before the first use, which saves only the compilation. "off"
+            trusts the fingerprint. By default `STEPCACHE_VERIFY`, or "background".
+        check_every: check at every n-th call whether a dependency of the step (globals, captured
+            values, code) has changed since the trace. If so, the step is traced again, and another
+            lowered program raises `StaleProgramError`. Each call then goes through Python. None
+            never checks.
+        remote: a cache that many machines share: "s3://BUCKET/PREFIX", "gs://BUCKET/PREFIX" or
+            "file:///DIRECTORY". Programs that the directory lacks are loaded from there, and new
+            programs are written there in the background. By default `STEPCACHE_REMOTE`; "off" uses
+            none. docs/shared-cache.md describes its key and its cost.
 
     Raises:
-        OptionError: a bound that is not positive, a `min_build_seconds` that is no number, an
-            unknown `verify`, or no such `remote`.
+        OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, an
+            unknown `verify`, or a malformed `remote`.
         CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
             key that can be trusted.
 
-    A cache may serve any number of sessions, threads and processes. For one key there is one build
-    in a process: callers that come while it runs wait for it. A build that fails is not cached, and
-    the callers that waited for it try again. A step's programs are dropped from memory when its
-    function is freed.
+    A cache may serve any number of sessions, threads and processes. A process builds the program of
+    a key once: other callers wait for that build, and try again if it fails. A step's programs are
+    dropped from memory when its function is freed.
 
-    Keeping programs by the depfile of their trace follows compilers' caches (ccache's direct mode).
+    To look programs up by the dependencies of their trace is the idea of ccache's direct mode.
     """
 
     def __init__(
@@ -174,7 +171,7 @@ class ProgramCache:
         return self._archive
 
     def flush(self) -> None:
-        """Waits until everything built so far is on disk. The end of the process does, too."""
+        """Waits until all programs built so far are on disk, as the end of the process does."""
         if self._archive is not None:
             self._archive.flush()
 
@@ -263,7 +260,7 @@ class ProgramCache:
             self._memory.release(self._released.popleft())
 
     def clear(self) -> None:
-        """Drops all programs, as `jax.clear_caches()` does. Steps build them anew."""
+        """Drops all programs from memory, as `jax.clear_caches()` does."""
         with self._lock:
             dropped = self._memory.clear()
         _tell_lost(dropped, "cleared")

@@ -247,7 +247,7 @@ class Levels:
     def _unexamined(self, error: Exception) -> Traced:
         """The result for a trace whose dependencies could not be determined."""
         _log.error("%s cannot be stored to start without a trace", self._spec.name, exc_info=error)
-        why = f"looking at what it depends on raised {type(error).__name__}"
+        why = f"fingerprinting its dependencies raised {type(error).__name__}"
         return Traced({}, Used(), None, (why,))
 
     def _changes_to(self, dependencies: dict[str, str]) -> tuple[Change, ...]:

@@ -196,7 +196,7 @@ class Lookup:
             unknown -= _explained_by_classes(unknown, recording, self._walk())
         for code in unknown:
             where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
-            untrackable.append(f"{where}: the trace went through it, but nothing known leads to it")
+            untrackable.append(f"{where}: the trace entered it, but no dependency leads to it")
         return tuple(untrackable)
 
     def _file_name(self, path: str) -> tuple[str, str, str]:

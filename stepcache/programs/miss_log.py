@@ -184,8 +184,8 @@ def _advise_on_making(making: Making) -> tuple[str, ...]:
         return ()
     return (
         f"this is step {making.count} made from the function at {making.place} in this process, "
-        "and each was traced and compiled anew unless its program was on disk: if a loop makes "
-        "them, make one step before the loop and pass what varies as an argument",
+        "and each was traced and compiled, unless its program was on disk. If a loop makes them, "
+        "make one step before the loop, and pass what varies as an argument",
     )
 
 
@@ -202,11 +202,12 @@ def _advise_on_values(kind: str, path: str, where: object, seen: set) -> str:
     values = ", ".join(map(str, sorted(seen)[:8])) + (", …" if len(seen) > 8 else "")
     if kind == "static":
         remedy = _STATIC_REMEDIES[str(where)]
-        return f"static {path} has had {len(seen)} values ({values}), a program each: {remedy}"
+        had = f"static {path} has had {len(seen)} values ({values})"
+        return f"{had}, each with its own program: {remedy}"
     axis = f", axis={where}" if where else ""
     return (
-        f"axis {where} of {path} has had {len(seen)} sizes ({values}), a program each: have it "
-        f'padded to a few by @step(pad=sc.Pad("{_argument(path)}"{axis}))'
+        f"axis {where} of {path} has had {len(seen)} sizes ({values}), each with its own "
+        f'program: pad it to a few sizes, with @step(pad=sc.Pad("{_argument(path)}"{axis}))'
     )
 
 

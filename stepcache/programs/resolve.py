@@ -155,8 +155,8 @@ class Resolver:
         named = [f"{paths[n].text} ({request.leaves[n]})" for n in numbers[:3]]
         more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
         said = (
-            f"{', '.join(named)}{more}: weakly typed, as Python's numbers are, and not any more "
-            "when carried on: one program serves both"
+            f"{', '.join(named)}{more}: weakly typed in this call, like a Python number, and "
+            "not when returned: one program serves both"
         )
         return dataclasses.replace(resolution, program=program), said
 
@@ -225,7 +225,7 @@ class Resolver:
             raise RecompileError(
                 f"{where} forbids the program that this call needs\n{miss}",
                 miss,
-                hint="call step.warm(...) for every signature beforehand, or keep to known ones",
+                hint="call step.warm(...) beforehand for each signature that the loop uses",
             )
         if scope.on_miss == "warn" and miss.number > 1:
             warn(str(miss), RecompileWarning)

@@ -107,7 +107,7 @@ class Checks:
             return
         if self._retraced(request, program.run.out_tree).digest != program.lowered:
             self._drop(cache, request.key)
-            raise self._staleness("depends on what changed after it was traced", changes)
+            raise self._staleness("has dependencies that changed after its trace", changes)
         self._accepted[request.key] = dependencies
 
     def compare(self, cache: ProgramCache, request: Request, resolution: Resolution) -> None:
@@ -125,8 +125,8 @@ class Checks:
                 if found.error is None and found.digest != each.digest:
                     self._warned = True
                     warn(
-                        f"{self._spec.name} depends on what changed after it was traced; "
-                        "programs built before go on as they were, until step.clear_cache():\n  "
+                        f"dependencies of {self._spec.name} have changed since it was traced; "
+                        "programs that were built before are used until step.clear_cache():\n  "
                         + "\n  ".join(map(str, resolution.changes)),
                         StaleProgramWarning,
                     )

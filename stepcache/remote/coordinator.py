@@ -186,7 +186,7 @@ class Coordinator:
             return self._hello(message)
         client = self._clients.get(number)
         if client is None:
-            raise MalformedMessageError("it is of a client that has not introduced itself")
+            raise MalformedMessageError("its client has not introduced itself")
         client.commands += 1
         client.bytes += message.size_bytes
         if message.kind is Kind.STATUS:

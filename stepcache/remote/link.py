@@ -252,7 +252,7 @@ class Link:
             f"the tasks were lost: {why}",
             ranks,
             where=where,
-            hint="what they held is gone: make the variables again, or restore a checkpoint",
+            hint="their arrays and variables are lost: make them again, or restore a checkpoint",
         )
 
     def ready(self) -> int:
@@ -288,7 +288,7 @@ class Link:
                 raise DeadlineError(
                     f"the tasks have not answered in {self._deadline_seconds:g} s",
                     where=f"{self.where}, after run {self.done} of {self.runs}",
-                    hint="they go on with it: look again, or later",
+                    hint="the tasks go on, and nothing is lost: wait for the output again",
                 )
             self.raise_if_lost(incarnation)
             self._receive(min(_WAIT_SECONDS, self._hang_seconds, left))

@@ -101,7 +101,7 @@ class Target:
             raise OptionError(
                 f"{name} has no effect on variables that live on tasks",
                 where=variables.name,
-                hint="leave it out: the value is where the steps run",
+                hint="remove it: the value is where the steps run",
             )
 
     def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
@@ -244,8 +244,8 @@ class Target:
                 feeds.append(fed(leaf, feed, values))
         if len(set(map(id, taken))) != len(taken):
             raise CarryError(
-                f"{plan.name} is given the same array in several places, and writes over it",
-                expected="an array of its own for each leaf that is carried or donated",
+                f"{plan.name} gets the same array in several places, and donates it",
+                expected="a separate array for each leaf that is carried or donated",
             )
         form = (incarnation, program.number, *refs.rows, None, *takes.rows, None, *plan.writes)
         number = self._forms.get(form)

@@ -258,7 +258,7 @@ class TaskGroup:
             return
         about = message.data(dict[str, Any])
         stopped = self._stopped_tasks()
-        why = f"nothing has moved for {about['seconds']:g} s: {self.coordinator.where()}"
+        why = f"no progress for {about['seconds']:g} s: {self.coordinator.where()}"
         if stopped:
             why += f"; stopped: {', '.join(f'task {n}' for n in stopped)}"
         if stopped or (about["error"] and not self.coordinator.compiling):

@@ -160,7 +160,7 @@ class RemoteMaster(Master):
     # ---- what is said about it -------------------------------------------------------------------
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        there = ("tasks", "tasks", "none", "it lives there", reader.arguments)
+        there = ("tasks", "tasks", "none", "the master copy is there", reader.arguments)
         extent = Extent(self._connection.about.get("devices", 1))
         return (Transfer(variable, self.version, *there, extent=extent),)
 

@@ -38,10 +38,10 @@ class Choice:
     Attributes:
         variables: their name.
         placement, read, write: as for `Variables`.
-        seconds: of a step with all that it waits for, pushes included.
-        link_bytes: bytes that cross each link a step, on average.
-        held_bytes: of each device's memory, between steps.
-        freshness: what is lost, in words; empty if the step computes what it would with `Read()`.
+        seconds: time of a step, with the transfers and pushes that it waits for.
+        link_bytes: bytes that cross each link in a step, on average.
+        held_bytes: memory of each device that is used between steps.
+        freshness: how results differ from those with `Read()`, in words; empty if they do not.
         is_current: whether the variables have these policies now.
     """
 
@@ -68,9 +68,9 @@ class Advice:
 
     Attributes:
         step: name of the step.
-        seconds: that it takes now.
+        seconds: time of a step with the current policies.
         choices: for each of the variables, the fastest first.
-        measured: what the predictions rest on, in words.
+        measured: the measurements behind the predictions, in words.
     """
 
     step: str
@@ -79,9 +79,9 @@ class Advice:
     measured: tuple[str, ...] = ()
 
     def best(self, variables: str) -> Choice:
-        """Returns the fastest choice that leaves placement and results as they are.
+        """Returns the fastest choice with the same placement and the same results.
 
-        What differs by less than 2 % is decided by the policies of now, then by the bytes.
+        Of choices within 2 % of it, the current policies win, then those that move fewer bytes.
         """
         of_these = [each for each in self.choices if each.variables == variables]
         now = next(each for each in of_these if each.is_current)
@@ -127,37 +127,37 @@ def advise(
     step_seconds: float | None = None,
     **kwargs: Any,
 ) -> Advice:
-    """Predicts what a step's `Variables` would cost under other placements and policies.
+    """Says how long a step would take with other placements and policies of its `Variables`.
 
         print(sc.advise(train_step, params, batch))
 
-    The step runs on copies of its arguments: its callbacks run, too, and `stats()` does not count
-    these calls. A step that is built in less than 10 s is tried under each policy, for 20 s at most
-    in all, and built anew where a policy asks for that; served variables are tried on a server of
-    the same engine, which is started for that. The costs of a step that takes longer, of one over
-    several processes or in a session that bounds misses or bytes, and of served variables of more
-    than 256 MiB are predicted by the times of links and of such a server. These are measured once
-    for each machine, which takes some seconds, and kept in the cache directory.
+    If the step builds in less than 10 s, it is run with each policy, on copies of its arguments,
+    for 20 s at most in all. Its callbacks run, too; `stats()` does not count these calls. For
+    served variables, a server of the same engine is started for the trials.
+
+    Other cases are predicted from the times of the links and of such a server: a step that builds
+    longer, one over several processes or in a session that limits misses or bytes, and served
+    variables of more than 256 MiB. The times are measured once for each machine, in some seconds,
+    and stored in the cache directory.
 
     Args:
         step: a step.
-        *args: of a call of it, some of them `Variables`.
-        readers: how many calls read the variables in the time of one step of this one.
-        writes_every: how many steps of this one lie between two writes of variables that it does
-            not carry; by default as many as there were until now.
-        step_seconds: how long a step takes now; by default that is measured.
+        *args: arguments of a call, some of them `Variables`.
+        readers: number of calls that read the variables during one step.
+        writes_every: number of steps from one write to the next, for variables that the step does
+            not carry; by default as counted so far.
+        step_seconds: time of a step with the current policies; by default it is measured.
         **kwargs: other arguments of the call.
 
     Returns:
-        An `Advice`; print it. Pushes are counted for variables to which updates are added or
-        applied, once a step.
+        An `Advice`; print it. One push a step is assumed for variables with `Write` mode "add" or
+        "apply".
 
     Raises:
-        OptionError: it is no step, is called without `Variables`, or runs on the tasks of a
-            session.
+        OptionError: `step` is not a step, the call has no `Variables`, or the session has a target.
 
-    Reads, wires and staleness trade as in Parameter Server (Li et al., OSDI 2014) and SSP (Ho et
-    al., NIPS 2013); here what each would cost is measured before it is chosen.
+    The trade of communication for staleness: Parameter Server (Li et al., OSDI 2014), SSP (Ho et
+    al., NIPS 2013). Here the cost of each policy is measured before you choose one.
     """
     from stepcache.report.policy_costs import Reads, costs_of  # It loads what serves variables.
 

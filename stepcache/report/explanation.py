@@ -64,12 +64,12 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The predicted result of a call of a step. Print it, or read its fields.
+    """What a call of a step would do: hit or miss, placements, transfers. Print it, or read fields.
 
     Attributes:
         step: name of the step.
         hit: whether the program is in memory.
-        miss: the reason why not; None on a hit.
+        miss: the reason of a miss; None on a hit.
         mesh: axes and sizes of the session's mesh; None without a mesh.
         arguments: one row for each dynamic leaf.
         statics: name and value of each static argument.
@@ -286,7 +286,7 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
     leaves = zip(request.call.paths, request.leaves, request.placed, planned.sources, strict=True)
     for path, leaf, placed, source in leaves:
         place, moved = ("client", leaf.size_bytes) if source is None else ("tasks", 0)
-        why = placed.why if placed else "it lives there"
+        why = placed.why if placed else "it is there already"
         arguments.append(_argument(path, leaf, place, _spec(leaf.sharding), why, moved))
     return Explanation(
         engine.spec.name,

@@ -99,7 +99,7 @@ class BuildProgress:
         console = self.console or Console(stderr=True)
         if not console.is_terminal:
             if is_long := elapsed >= self.log_after_seconds:
-                message = "building %s takes long: in %s after %.1f s"
+                message = "building %s takes long: still in %s after %.1f s"
                 _log.warning(message, running.step, running.stage, elapsed)
             return is_long
         running.progress = Progress(

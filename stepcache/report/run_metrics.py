@@ -20,12 +20,12 @@ def _of_run(run: Run) -> Iterator[list[str]]:
     about = _labels(script=run.script, run=run.name, processes=len(run.ranks))
     yield _family("run", "info", "The run that the other metrics are about.", {about: 1})
     started = {(): run.started_time}
-    yield _family("start_time_seconds", "gauge", "When its first program was obtained.", started)
+    yield _family("start_time_seconds", "gauge", "When the first program was obtained.", started)
     periods = [(rank.rank, rank.activity.period) for rank in run.ranks if rank.activity]
     times = {_labels(rank=rank): period.written_time for rank, period in periods}
-    yield _family("activity_time_seconds", "gauge", "When a process counted its transfers.", times)
+    yield _family("activity_time_seconds", "gauge", "When a process wrote its counters.", times)
     ended = {_labels(rank=rank): int(period.ended) for rank, period in periods}
-    yield _family("ended", "gauge", "1 where a process has ended in order.", ended)
+    yield _family("ended", "gauge", "1 if the process has exited normally.", ended)
 
 
 def _of_programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -36,7 +36,7 @@ def _of_programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[list[st
         for stage, taken in row.seconds.items():
             seconds[_labels(stage=stage, **about)] += taken
     yield _family("programs", "counter", "Programs built, loaded and verified.", events)
-    yield _family("stage_seconds", "counter", "Time that they took, by stage.", seconds)
+    yield _family("stage_seconds", "counter", "Time spent on programs, by stage.", seconds)
     sizes = {
         _labels(step=step, program=digest): program_bytes[digest]
         for digest, step in program_steps(run).items()
@@ -64,7 +64,7 @@ def _of_values(run: Run) -> Iterator[list[str]]:
     yield _family("moved_bytes", "counter", "Bytes of variables over each link.", moved)
     yield _family("variable_version", "gauge", "Number of writes.", versions)
     yield _family("variable_size_bytes", "gauge", "Size of a value.", sizes)
-    yield _family("variable_reads", "counter", "Reads, by what served them.", reads)
+    yield _family("variable_reads", "counter", "Reads served by a copy, or by the master.", reads)
 
 
 def _labels(**labels: str | int) -> Labels:

@@ -98,9 +98,8 @@ def _state(activity: Activity | None) -> str:
 
 def _ledger(run: Run) -> Iterator[str]:
     yield _paragraph(
-        "Seconds by stage, over all steps. Of several processes, each stage is that of the one "
-        "that took longest in it, and so is the sum, which leaves out the verification in the "
-        "background."
+        "Seconds by stage, over all steps. With several processes, each bar is the time of the "
+        "slowest process in that stage. The sum does not include background verification."
     )
     seconds = slowest_seconds(run)
     bars = seconds | {"sum": max(rank.total_seconds for rank in run.ranks)}
@@ -234,8 +233,8 @@ def _variables(run: Run) -> Iterator[str]:
         for held in rank.held
     ]
     yield _paragraph(
-        "The version is the number of writes. Steps take values that live on their devices as they "
-        "are; reads are counted where the master copy is elsewhere, in a table row by row."
+        "The version is the number of writes. Reads are counted only if the master copy is not on "
+        "the devices of the step; for tables, by row."
     )
     yield from _table(rows, right={"version", "size", "reads", "served by a copy"})
     more = sum(activity.period.more_held for _, activity in _activities(run))
@@ -256,7 +255,7 @@ def _processes(run: Run) -> Iterator[str]:
         }
         for rank in run.ranks
     ]
-    yield _paragraph("Seconds are those of the start-up ledger; bytes are of variables.")
+    yield _paragraph("Seconds as in the start-up ledger; bytes of variables.")
     yield from _table(rows, right={*stages, "sum", "moved"})
 
 

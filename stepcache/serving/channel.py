@@ -145,7 +145,7 @@ class Channel(Generic[T]):
         if len(self._received) < size:
             return False
         if not hmac.compare_digest(self._received[:size], self._key):
-            raise MalformedMessageError("it is of nobody who has the key")
+            raise MalformedMessageError("its sender does not have the key")
         del self._received[:size]
         self._key = b""
         return True

@@ -365,7 +365,7 @@ class Client:
         return ServerLostError(
             f"the host of the variables {what} {self._timeout:g} s{kept}",
             where=self.where,
-            hint="start `stepcache serve` for this place; writes that no snapshot has are repeated",
+            hint="start `stepcache serve` again; writes that no snapshot has are then repeated",
         )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 << 30) -> Connection:
-    """Connects to a host of variables, which several processes share.
+    """Connects to a server that holds variables for several processes.
 
         with sc.connect("local:runs/server") as server:  # stepcache serve --variables runs/server
             params = server.variables("params", init(), write=sc.Write(mode="add"))
@@ -21,14 +21,14 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
                 params.push(step(params, batch))
 
     Args:
-        address: `local:DIRECTORY` for a server on this machine, or `ray:NAME` for an actor in the
-            Ray cluster of this process. A process without one connects to the cluster of this
-            machine or of `RAY_ADDRESS`, or starts one.
-        timeout: how long a request may take in seconds, a restart of the server included.
-        max_unsaved_bytes: bound on the writes that this process keeps for each host, to repeat them
-            after a crash, until a snapshot or an image holds them. A write beyond it waits.
+        address: `local:DIRECTORY` for a server on this machine, or `ray:NAME` for an actor in a Ray
+            cluster: that of this process, else that of `RAY_ADDRESS` or of this machine, else a new
+            one.
+        timeout: how long a request may take in seconds, including a restart of the server.
+        max_unsaved_bytes: limit of the writes that this process keeps for each host until a
+            snapshot or an image has them, to repeat them after a crash. Further writes wait.
 
-    If several hosts share the variables (`stepcache serve --hosts`), the address leads to all of
+    If several hosts share the variables (`stepcache serve --hosts`), the connection uses all of
     them.
 
     Returns:
@@ -38,8 +38,8 @@ def connect(address: str, *, timeout: float = 60.0, max_unsaved_bytes: int = 1 <
         OptionError: the address names no engine, or a bound is not positive.
         VariablesError: Ray is not installed, or its cluster cannot be reached.
 
-    This is a parameter server (Li et al., OSDI 2014) that shows what is cached where, and applies
-    each write exactly once, even if processes are killed and restarted.
+    A parameter server (Li et al., OSDI 2014) whose caches can be inspected, and which applies each
+    write exactly once, even if processes are killed and restarted.
     """
     from stepcache.serving.client import Client
     from stepcache.serving.connection import Connection

@@ -66,21 +66,22 @@ class Connection:
 
             params = connection.variables("params", init(), write=sc.Write(mode="add"))
 
-        A step that takes them reads the newest version, and moves it only if it is new. A step that
-        carries them assigns its result, and raises if another process has written meanwhile; where
-        several processes write, they must `push`.
+        A step that takes the variables reads the newest version, which is moved only if this
+        process has no copy of it. A step that carries them assigns its result, and raises if
+        another process has written meanwhile. If several processes write, they must `push`.
 
         Args:
             name: name of the variables, the same in all processes.
             tree: a pytree of arrays: the initial value. If the variables exist, only its structure,
                 shapes and dtypes count.
             placement: placement of the copies that steps read: `Replicated()` or `Sharded(rules)`.
-            read: which copies a step may read. By default it reads the copy on the devices while
-                that is the newest version; to find out costs a message of a few bytes for each
-                call. `max_staleness` and `max_age` save that too.
+            read: which copies a step may read. By default it reads the copy on the devices if that
+                has the newest version, which each call checks by a message of some 100 bytes.
+                `max_staleness` and `max_age` allow calls without this check.
             write: what `push` does. An optimizer is exported as a program, and runs on the host's
-                CPU. If the variables exist, theirs goes on: another one is an `OptimizerWarning`.
-            replace_optimizer: the optimizer of `write` replaces that of existing variables. The
+                CPU. Existing variables keep their optimizer; if it differs, there is an
+                `OptimizerWarning`.
+            replace_optimizer: replace the optimizer of existing variables by that of `write`. The
                 value is kept, and the optimizer's state if its leaves have the same types.
 
         Raises:
@@ -228,7 +229,9 @@ class Connection:
     def close(self) -> None:
         """Sends the sums of `every=k`, and closes the connection.
 
-        Writes that no snapshot holds are not repeated if the host is lost later.
+        Waits, for 5 s at most, until a snapshot or an image has all writes of this process. If
+        there is none in time, the log says so; writes that it would have are lost if the host
+        crashes later.
 
         Raises:
             VariablesError: the host refuses a sum; the others are sent.
@@ -282,7 +285,7 @@ def _check_policies(placement: Placement, read: Read, write: Write, replaces: bo
         raise OptionError(
             f"wire={write.wire!r} would do nothing: only updates are coded in transit",
             where="variables(write=...)",
-            hint='leave it out, or say mode="add" or "apply"',
+            hint='remove it, or set mode="add" or "apply"',
         )
     if replaces and write.mode != "apply":
         raise OptionError(
@@ -352,7 +355,7 @@ def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
         raise OptionError(
             f"cache_rows={cache_rows} would do nothing: no rows are kept",
             where="table",
-            hint='say read=sc.Read(cache="device")',
+            hint='set read=sc.Read(cache="device")',
         )
     if read.cache is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise OptionError(

@@ -72,9 +72,9 @@ class Table(Holder):
         table.push(rows, gradients)
 
     Only the rows of a batch move, each once. The hosts apply each update exactly once. Without a
-    cache, a lookup reads the current rows. With a cache, it asks only for rows whose copies may not
-    serve, as `read` says, and receives only those that were updated since. It always asks for rows
-    that were pushed through this object.
+    cache, a lookup reads the current rows. With a cache, it checks only rows whose copies may not
+    serve without a check, as `read` says, and receives only those that were updated since. Rows
+    that were pushed through this object are always checked.
 
     Args:
         hosts: the hosts. The table is created where it does not exist yet.
@@ -194,7 +194,7 @@ class Table(Holder):
             if are_integers:
                 got = f"{array.dtype} from {different[0]} to {different[-1]}"
             raise VariablesError(
-                "an id is out of range, or no integer",
+                "an id is out of range, or not an integer",
                 where=self.name,
                 expected=f"integers from 0 to {count - 1}",
                 got=got,
@@ -219,9 +219,9 @@ class Table(Holder):
         check_not_tracing("rows cannot be pushed", self.name)
         if not isinstance(rows, Rows) or rows.ids is None:
             raise VariablesError(
-                "the rows do not say which they are",
+                "the rows have no row numbers",
                 where=self.name,
-                expected="the result of lookup, which has their numbers; a step returns no numbers",
+                expected="the result of lookup; rows that a step returns have no row numbers",
                 got=type(rows).__name__,
             )
         update = np.asarray(update.values if isinstance(update, Rows) else update)

@@ -202,7 +202,7 @@ class Served(Master):
             moved = self._read_links(True, is_sent=copy is None)
             planned = (self._plan_read(variable, why, reader, moved),)
         if self._ahead_links:
-            why = "it was fetched ahead of this step"
+            why = "it was prefetched for this step"
             planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
         return planned
 

@@ -40,4 +40,4 @@ class ContentIndex:
             private_files.replace_file(self._path, json.dumps(newest))
         except (OSError, ValueError) as error:
             self._writable = False
-            _log.info("stepcache does not keep what modules hold: %s", error)
+            _log.info("stepcache does not store the contents of modules: %s", error)

@@ -152,14 +152,14 @@ def secret_in(path: Path, where: str) -> bytes:
         raise CacheDirectoryError(
             f"The key of the shared cache cannot be read: {error.strerror}",
             where=f"{where}={path}",
-            hint=f"{hint} makes one; all who share the cache need the same",
+            hint=f"{hint} makes one; all machines that share the cache need the same key",
         ) from None
     others = stat.S_IRWXG | stat.S_IRWXO
     if not found.st_uid and os.geteuid():
         others &= ~stat.S_IRGRP
     if found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
         raise CacheDirectoryError(
-            "The key of the shared cache is not secret: who knows it can run code as you",
+            "Others can read the key of the shared cache, and with it run code as you",
             where=f"{where}={path}",
             expected=f"owner {os.geteuid()}, mode 0600",
             got=f"owner {found.st_uid}, {_mode(found.st_mode)}",

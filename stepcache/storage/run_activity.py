@@ -184,7 +184,7 @@ class ActivityLog:
             while not self._ended.wait(wait) and self._write():
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
         except Exception:
-            _log.info("stepcache does not write what this process moves", exc_info=True)
+            _log.info("stepcache does not record the transfers of this process", exc_info=True)
         finally:
             self._thread = None
 

@@ -121,7 +121,7 @@ class RunLog:
                 self._append(f"{json.dumps(asdict(row))}\n".encode())
             except OSError as error:
                 self._writable = False
-                _log.info("stepcache does not write its run log any more: %s", error)
+                _log.info("stepcache no longer writes its run log: %s", error)
 
     def _append(self, line: bytes) -> None:
         if self._rows == 1:

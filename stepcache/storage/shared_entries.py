@@ -234,7 +234,7 @@ class SharedEntries:
         try:
             return future.result(max(patience.seconds, 0.0))
         except WaitedTooLong:
-            self._turn_off("it takes too long: STEPCACHE_REMOTE_SECONDS says how long it may")
+            self._turn_off("it takes too long; STEPCACHE_REMOTE_SECONDS is the limit")
         except Exception as error:
             if not isinstance(error, FileNotFoundError) or future is self._listing:
                 self._turn_off(first_line(error))
@@ -299,7 +299,7 @@ class SharedEntries:
         self._objects.writes.stop()
         hint = ""
         if isinstance(error, PermissionError):
-            hint = "; STEPCACHE_REMOTE_MODE=read says so beforehand"
+            hint = "; if that is intended, set STEPCACHE_REMOTE_MODE=read"
         what = f"Nothing is written to the shared cache {self.url} from now on"
         warn(f"{what}: {first_line(error)}{hint}", StepCacheWarning)
 
@@ -323,7 +323,7 @@ class SharedEntries:
             return
         left = self._objects.writes.wait(seconds)
         if left:
-            told = "%s to %s: not done when the process ended; stepcache cache push makes up for it"
+            told = "%s to %s: not written at the end; stepcache cache push writes the rest"
             _log.warning(told, counted(left, "upload"), self.url)
         self._objects.reads.stop()
         self._objects.writes.stop()

@@ -68,7 +68,7 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         return hmac.digest(secret, b"shared cache of stepcache", "sha256")
     if directory is None:
         raise CacheDirectoryError(
-            "A shared cache needs a key: what is stored there is run, and the key says who made it",
+            "A shared cache needs a key: loading programs runs code; the key proves who made them",
             where=f"{where}={url}",
             hint=f"openssl rand -hex 32 > KEY && chmod 600 KEY makes one; set {KEY_FILE} to its "
             "path on all machines that share the cache",

@@ -218,8 +218,8 @@ def kind_of(leaf: Leaf) -> Kind:
         return Kind(number.dtype.name, ())
     if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
         return Kind(getattr(value.dtype, "name", str(value.dtype)), tuple(value.shape))
-    what = "a leaf of a checkpoint is no array"
+    what = "a leaf of a checkpoint is not an array"
     expected = "a jax.Array, a numpy array, or a number of at most 64 bits"
     got = f"{value!r} of type {type(value).__name__}"[:100]
-    hint = "keep what is not an array outside of the tree"
+    hint = "remove leaves that are not arrays from the tree"
     raise VariablesError(what, where=leaf.path, expected=expected, got=got, hint=hint)

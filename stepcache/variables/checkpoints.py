@@ -62,10 +62,10 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is whole. In a pod, all processes call it.
+        """Waits until the checkpoint is complete. In a pod, all processes call it.
 
         Raises:
-            VariablesError: it could not be written. What was there before is still there.
+            VariablesError: it could not be written. The checkpoint before it is still there.
             RankLostError: a process of the pod was lost.
         """
         with self._lock:
@@ -171,9 +171,9 @@ def save(
 
         sc.save("saves", params=params, moments=moments, step=step, keep=3)
 
-    An earlier checkpoint is replaced when all is written, so a crash at any moment leaves the old
-    one or the new one, whole. Only a checkpoint that stepcache wrote, or an empty directory, is
-    replaced. In a pod all processes call this inside the session, with a directory that all share.
+    An earlier checkpoint is replaced after the new one is complete, so a crash at any moment leaves
+    one of them whole. Only an empty directory, or a checkpoint that stepcache wrote, is replaced.
+    In a pod, all processes call this inside the session, with a directory that all share.
 
     The checkpoint is orbax's own: `ocp.StandardCheckpointer().restore(path)` gives nested dicts of
     arrays with the keys of the trees, `["params"]["layers"]["0"]["w"]`. The optimizer's state of
@@ -185,12 +185,12 @@ def save(
         keep: the number of checkpoints to keep: each is written to `step_00000012` below
             `directory`, and all but those of the `keep` highest steps are removed. Needs `step=`.
         asynchronous: return when the values are copied to the host, and write in the background.
-            The next save waits for this one, and so does the end of the process; on Python 3.12.0
-            to 3.12.2, where it could not, this call does.
+            The next save, and the end of the process, wait for it. On Python 3.12.0 to 3.12.2, this
+            call itself waits.
         **items: what to save, by name: `Variables`, pytrees of arrays, or numbers.
 
     Returns:
-        The save, whose `wait()` returns when the checkpoint is whole.
+        The save, whose `wait()` returns when the checkpoint is complete.
 
     Raises:
         VariablesError: `directory` is a URL or holds something else than a checkpoint of stepcache,

@@ -61,7 +61,7 @@ class Copies:
         `current` is the version of the value; None if it has not been asked for.
         """
         if self._ahead is not None and self._ahead.version == current:
-            return self._ahead, "it was fetched ahead"
+            return self._ahead, "it was prefetched"
         copy, policy = self._kept, self._policy
         if copy is None:
             return None, "no copy is kept" if policy.cache is None else "there is no copy yet"

@@ -80,7 +80,7 @@ def describe(
         if aval is None:
             dtype = getattr(leaf, "dtype", None)  # Such as ">i4", which JAX does not have.
             raise VariablesError(
-                "a leaf is no array",
+                "a leaf is not an array",
                 where=joined(name, path),
                 expected="a jax.Array, a numpy array or a number",
                 got=type(leaf).__name__ + (f" of dtype {dtype!s}" if dtype is not None else ""),

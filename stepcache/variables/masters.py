@@ -92,7 +92,7 @@ class Master:
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `take`."""
-        there = ("devices", "devices", "none", "it lives there", reader.arguments)
+        there = ("devices", "devices", "none", "the master copy is there", reader.arguments)
         return (Transfer(variable, self.version, *there, extent=self._extent),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -170,7 +170,7 @@ class Master:
         """Raises `VariablesError` if there is no value, while no program is working on it."""
         if self.is_lost:
             what = f"{LOST}: a program donated its buffers, and failed or was interrupted"
-            hint = "assign(...) or restore(...) a value that was kept"
+            hint = "assign(...) or restore(...) a value"
             raise VariablesError(what, where=name, hint=hint)
 
 

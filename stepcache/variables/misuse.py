@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stepcache.errors import VariablesError
 from stepcache.variables.policy import Placement, Read, Write
 
-_NO_TREE = "variables are no array, nor a tree of arrays"
+_NO_TREE = "variables are not an array, nor a tree of arrays"
 _USE_VALUE = (
     "pass them as an argument of a step, whose function sees their tree; elsewhere use .value"
 )
@@ -62,5 +62,5 @@ class NoTree:
 
     def __reduce__(self):
         what = "variables are neither pickled nor copied: all their users share one object"
-        hint = "use .copy(), which makes others; or pickle .value, and make Variables of it"
+        hint = "use .copy() for a copy; or pickle .value, and make new Variables from it"
         raise VariablesError(what, where=self.name, hint=hint)

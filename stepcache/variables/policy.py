@@ -56,7 +56,7 @@ def _changed_fields(policy: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The master copy is on every device of the session's mesh; without a mesh, where it was."""
+    """The master copy is on every device of the session's mesh. Without a mesh it is not moved."""
 
     def __str__(self) -> str:
         return "replicated"
@@ -68,13 +68,13 @@ class Sharded:
 
     Attributes:
         rules: `Rules`, or pairs of a regex and a `PartitionSpec`. The regex is searched in the path
-            of a leaf: the name of the variables, empty for those without one, and the leaf's keys,
+            of a leaf: the name of the variables (empty if they have none) and the leaf's keys,
             joined by `/`. A leaf that no rule matches is replicated.
 
-    A leaf of the state of `Write(optimizer=...)` has the path `params/optimizer/0/mu/w`. It is
-    placed as the parameter that its path ends with, `w`, if that has the same shape, and else
-    replicated, as scalars and factored moments are; but a rule that matches its path, and not that
-    of the parameter, places it: `("/optimizer/.*mu/", PartitionSpec("data"))`.
+    A leaf of the state of `Write(optimizer=...)` has a path such as `params/optimizer/0/mu/w`. It
+    gets the sharding of the parameter at the end of its path, here `w`, if the shapes are equal.
+    Otherwise it is replicated, as scalars and factored moments are. To place it otherwise, write a
+    rule that matches its path alone: `("/optimizer/.*mu/", PartitionSpec("data"))`.
     """
 
     rules: Rules
@@ -91,18 +91,18 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """The master copy is in the memory of the hosts, split evenly over the devices' hosts.
+    """The master copy is in host memory, split evenly over the hosts of the devices.
 
-    A step reads it into the memory of its devices, and what it returns for it is written back:
-    inside its own program, where it carries the value and `read` is `Read()`.
-    Variables are made, assigned, saved and restored share by share, and `.value` gives numpy
-    arrays: none of this takes memory of the devices, so the value may be larger than that. In a
-    pod, `.value` and `save` gather replicated leaves through the devices, one buffer at a time;
-    leaves that rules split over processes stay in host memory, as `jax.Array`s.
+    A step copies the value to its devices. If the step carries it, the new value is copied back;
+    with `read=Read()` both copies are part of the step's program. Variables are made, assigned,
+    saved and restored share by share, and `.value` returns numpy arrays. None of this takes device
+    memory, so the value may be larger than that. In a pod, `.value` and `save` gather replicated
+    leaves through the devices, one buffer at a time; leaves that rules split over processes stay in
+    host memory, as `jax.Array`s.
 
     Attributes:
-        on_device: the sharding of the value on the devices: `Replicated()` or `Sharded(rules)`.
-        update: where `push` with an optimizer computes: on the "device", or on the "host".
+        on_device: sharding of the value while a step uses it: `Replicated()` or `Sharded(rules)`.
+        update: where `push` runs the optimizer: on the "device", or on the "host".
 
     The idea is ZeRO-Offload's (Ren et al., 2021): optimizer state does not need to be on the
     device between steps.
@@ -135,35 +135,35 @@ def on_host(placement: Placement) -> OnHost:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How a step gets the value of variables whose master copy lives in another memory.
+    """How a step reads variables whose master copy is in another memory.
 
     Attributes:
-        cache: None reads the value anew for each call of a step; "device" keeps a copy in the
-            devices' memory; "host" keeps one in the reader's host memory, for masters in another
-            process (`connect`); all others refuse it. A copy is valid while
-            its version is current: a write makes it invalid at once, for all readers.
-        max_staleness: a copy may serve this many more steps after the one that fetched it, before
-            it is checked against the current version.
-        max_age: the same in seconds; both bounds hold where both are given.
-        prefetch: whether the read for the next step starts while a step computes. It takes device
-            memory for one more copy, and is refused where a copy is kept, but for masters in
-            another process: where that copy may not serve the next step, it is read in the
-            background. It serves that step if it is still current, or if `max_staleness` or
-            `max_age` allows it.
+        cache: None copies the value at each call of a step. "device" keeps a copy in device memory,
+            "host" in the reader's host memory (only for variables of another process, `connect`).
+            A copy is valid while its version is the newest: a write invalidates it for all readers.
+        max_staleness: number of steps, after the one that fetched a copy, that the copy may serve
+            before its version is checked.
+        max_age: the same in seconds. If both are given, both must hold.
+        prefetch: read the value for the next step while this one computes. This takes device memory
+            for one more copy. It is an error together with `cache`, except for variables of
+            another process: there it fetches a new copy if the kept one may not serve the next
+            step. The step uses what was prefetched if it is still current, or if `max_staleness`
+            or `max_age` allows it.
         route: how one value reaches several devices. "each": every device copies all of it from the
-            host. "fanout": one device does, and passes it to the others. "gather": every device
-            copies its share, and a program all-gathers the shares, after the step before it.
-            "auto": "gather", but "fanout" for what one process prefetches; `explain()` says why.
-        wire: how values are coded in transit: None sends them as they are; "bf16"; or "int8" with
-            one scale for each block. The error is bounded; `explain()` gives the bound. What is
-            carried is read exactly; masters in another process refuse to be carried then.
+            host. "fanout": one device copies it, and passes it to the others. "gather": every
+            device copies its share, and a program all-gathers the shares after the previous step.
+            "auto": the fastest as `advise` has measured here, else "gather"; for a prefetch in one
+            process "fanout". `explain()` says which, and why.
+        wire: how values are coded in transit: None sends them unchanged; "bf16"; "int8" with one
+            scale for each block. `explain()` gives the bound of the error. Carried values are read
+            exactly; served variables (`connect`) cannot be carried with a `wire`.
 
     Raises:
-        OptionError: a field has no such value, or two of them contradict each other.
+        OptionError: a field has no such value, or two fields contradict each other.
 
-    `Read(cache=None)` is TensorFlow's `caching_device=None`. There a caching device held one
-    snapshot for each `session.run`, which no write of the same run made invalid. Here a session
-    always reads its own writes, and whether a copy is valid is decided by its version.
+    `Read()` is TensorFlow's `caching_device=None`. A caching device of TensorFlow keeps a copy
+    during one `session.run`, and a write of the same run does not invalidate it. Here, a session
+    always reads its own writes, and the version decides whether a copy is valid.
     """
 
     cache: Literal["device", "host"] | None = None
@@ -193,7 +193,7 @@ class Read:
         for name, bound in (("max_staleness", steps), ("max_age", seconds)):
             if self.cache is None and bound:
                 what = f"cache=None contradicts {name}={bound}"
-                raise OptionError(what, where="Read", hint='say cache="device" to keep a copy')
+                raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
 
     def __str__(self) -> str:
         return _changed_fields(self)
@@ -207,14 +207,14 @@ class Write:
         mode: "assign" makes the update the new value; "add" adds it; "apply" passes it, as
             gradients, to `optimizer`, which runs where the master copy lives.
         optimizer: an `optax.GradientTransformation`, for mode "apply".
-        every: how many updates are summed before they are written as one. `Variables.flush`
-            writes a sum of fewer.
-        wire: how updates are coded in transit, as in `Read`: those that are added or applied under
-            `OnHost(update="host")`, or in another process. To another process, what rounding leaves
-            out is added to the next update (error feedback).
+        every: number of updates that are summed and written as one. `Variables.flush` writes the
+            sum of those that are pending.
+        wire: how updates are coded in transit, as in `Read`. It needs mode "add" or "apply", and
+            `OnHost(update="host")` or served variables. For served variables, the rounding error
+            of an update is added to the next one (error feedback).
 
     Raises:
-        OptionError: a field has no such value, or two of them contradict each other.
+        OptionError: a field has no such value, or two fields contradict each other.
     """
 
     mode: Literal["assign", "add", "apply"] = "assign"
@@ -234,7 +234,7 @@ class Write:
         )
         if self.mode != "apply" and self.optimizer is not None:
             what = f"mode={self.mode!r} contradicts optimizer=..."
-            raise OptionError(what, where="Write", hint='say mode="apply" to run the optimizer')
+            raise OptionError(what, where="Write", hint='set mode="apply" to run the optimizer')
         if self.mode == "assign" and self.every > 1:
             what = f'mode="assign" contradicts every={self.every}'
             raise OptionError(what, where="Write", hint="assigned values cannot be summed")
@@ -248,21 +248,21 @@ _ROW_OPTIMIZERS = ("add", "assign", "sgd", "adagrad", "adam")
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    """What `push` does with rows of a served table. It touches only the rows of the update.
+    """How `push` updates rows of a served table. Only the rows of the update change.
 
         sc.RowOptimizer("adagrad", learning_rate=0.1)
 
     Attributes:
-        name: "add" or "assign", which need nothing else, or "sgd", "adagrad" or "adam", which take
-            gradients. Adam's moments are those of the row's own updates.
-        learning_rate: of those three, more than 0.
-        b1, b2: of Adam: how slowly its two moments forget.
-        eps: what is added to the divisor.
+        name: "add" or "assign", without other options; or "sgd", "adagrad" or "adam", whose updates
+            are gradients. Adam counts steps for each row, and updates moments only with the row.
+        learning_rate: for "sgd", "adagrad" and "adam"; more than 0.
+        b1, b2: decay rates of Adam's two moments.
+        eps: added to the divisor.
 
     Raises:
         OptionError: a field has no such value.
 
-    Adagrad by row is that of Duchi et al. (2011), for sparse features.
+    Adagrad for sparse features: Duchi et al. (2011).
     """
 
     name: Literal["add", "assign", "sgd", "adagrad", "adam"] = "add"
@@ -275,8 +275,8 @@ class RowOptimizer:
         _check_choices(self, name=_ROW_OPTIMIZERS)
         takes_gradients = self.name not in ("add", "assign")
         is_legal = _is_number(self.learning_rate, int | float)
-        what = "learning_rate is that of an optimizer"
-        expected = "a number > 0" if takes_gradients else "none: there is no optimizer"
+        what = "learning_rate does not fit the optimizer"
+        expected = "a number > 0" if takes_gradients else '0: "add" and "assign" take none'
         fits = is_legal and (self.learning_rate > 0) is takes_gradients
         _check(fits, what, "RowOptimizer", expected, self.learning_rate)
         for name in ("learning_rate", "b1", "b2", "eps"):
@@ -300,26 +300,26 @@ def check_policies(placement: object, read: object, write: object) -> None:
         raise _without_effect(
             *("read", str(read)),
             "the master copy is on the devices already, and steps take it as it is",
-            "leave it out, or say placement=OnHost()",
+            "remove it, or use placement=OnHost()",
         )
     if read.cache == "host":
         raise _without_effect(
             *("read", 'cache="host"'),
             "the master copy is on the host already",
-            'say cache="device" to keep a copy on the devices',
+            'set cache="device" to keep a copy on the devices',
         )
     if read.cache and read.prefetch:
         raise _without_effect(
             *("read", "prefetch=True"),
             f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
-            "leave one of them out",
+            "remove one of them",
         )
     on_host_update = isinstance(placement, OnHost) and placement.update == "host"
     if write.wire is not None and (write.mode == "assign" or not on_host_update):
         raise _without_effect(
             *("write", f"wire={write.wire!r}"),
             "only updates that the host adds or applies are coded in transit",
-            'leave it out, or say mode="add" or "apply" and placement=OnHost(update="host")',
+            'remove it, or set mode="add" or "apply" and placement=OnHost(update="host")',
         )
 
 

@@ -49,16 +49,16 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
 
         step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
 
-    Leaves are found by their paths, whatever the order in which they were saved, and get the
-    shardings of the variables or templates, whatever mesh they were saved on. Variables change only
-    when all has been read. In a pod all processes call this, inside the session.
+    Leaves are found by their paths, in whatever order they were saved. They get the shardings of
+    the variables or templates, from whatever mesh they were saved. Variables change only after
+    everything has been read. In a pod, all processes call this inside the session.
 
     Args:
-        directory: of the checkpoint; of numbered ones (`keep=`, or a `CheckpointManager`'s), the
-            directory above them: the newest whole one is restored.
-        partial: restore the leaves that are both asked for and stored. Stored leaves that are not
-            asked for are ignored; leaves that are not stored stay as they are, and the log of
-            "stepcache" names them.
+        directory: the checkpoint; or the directory above numbered ones (`keep=`, or those of a
+            `CheckpointManager`), of which the newest complete one is restored.
+        partial: restore the leaves that are in both the checkpoint and `items`. Other leaves of the
+            checkpoint are ignored. Other leaves of `items` keep their values, and the logger
+            `stepcache` names them.
         **items: what to restore, by name. `Variables` are restored in place; their versions never
             go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
             structure, shapes, dtypes and shardings.
@@ -231,7 +231,7 @@ def _check_same(
     path: Path, stored: _Stored, leaves: list[Leaf], partial: bool, items: Collection[str]
 ) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
-    what, hint = f"another value was stored in {path}", None
+    what, hint = f"the items do not match the checkpoint {path}", None
     names = {leaf.name for leaf in leaves}
     absent = [leaf for leaf in leaves if leaf.name not in stored.kinds]
     more = [name for name in stored.kinds if name not in names]
@@ -241,13 +241,13 @@ def _check_same(
         if (kind := stored.kinds.get(leaf.name)) is not None and not _is_compatible(kind, leaf)
     ]
     if not rows and not partial:
-        hint = "restore(..., partial=True) restores what both have"
+        hint = "restore(..., partial=True) restores the leaves that both have"
         rows += [(leaf.path, f"{kind_of(leaf)}", "no such leaf") for leaf in absent]
         others = dict.fromkeys(name[0] for name in more if name[0].partition(":")[0] not in items)
         if others and not rows:
-            what = f"{path} holds more than is to be restored"
+            what = f"{path} has items that were not asked for"
             asked = ", ".join(f"{item}=" for item in others)
-            hint = f"name it too ({asked}), or restore(..., partial=True) leaves it out"
+            hint = f"name them too ({asked}), or ignore them with restore(..., partial=True)"
             more = [name for name in more if name[0] in others]
         rows += [("/".join(name), "no such leaf", f"{stored.kinds[name]}") for name in more]
     for where, expected, got in rows:

@@ -207,7 +207,7 @@ def _host_layout(layout: Layout, device: Any) -> HostLayout:
 def _check_memory(device: Any, where: str) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if PINNED_HOST not in kinds:
-        what = "a device has no memory of the host"
+        what = "a device has no host memory kind"
         expected = f"{PINNED_HOST!r} among the memories of {device.device_kind}"
         got = ", ".join(map(repr, kinds)) or "none"
         hint = "keep the variables Replicated() or Sharded(rules)"

@@ -237,7 +237,7 @@ def _host_device(where: str) -> Any:
         what = "the host cannot compute"
         expected = "JAX's CPU backend beside that of the devices"
         got = str(error).splitlines()[0]
-        hint = 'add cpu to JAX_PLATFORMS ("cuda,cpu"), or say OnHost(update="device")'
+        hint = 'add cpu to JAX_PLATFORMS ("cuda,cpu"), or use OnHost(update="device")'
         raise VariablesError(what, where=where, expected=expected, got=got, hint=hint) from None
 
 

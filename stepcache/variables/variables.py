@@ -54,33 +54,33 @@ class Variables(NoTree, Savable, Holder):
         params = sc.Variables({"w": np.zeros((512, 10), np.float32)}, name="params")
         params, loss = train_step(params, batch)  # @sc.step(carry="params")
 
-    Pass it to a step in the place of the tree: the step's function sees the tree. Named in `carry`,
-    it takes the value that the step returns for it, its version is raised by one, and the same
-    object comes back; else it is read only. It is thread-safe: a reader sees one whole version.
+    Pass `Variables` to a step instead of the tree; the step's function gets the tree. If `carry`
+    names the argument, the returned value is written to the variables, their version grows by one,
+    and the step returns the same object. Otherwise the step only reads them. `Variables` are
+    thread-safe: a reader sees one whole version.
 
-    A step that raises before its program runs leaves value and version as they were. A program that
-    fails while it runs has donated the buffers of what it carries, so the value is lost unless its
-    master copy is in host memory: `.value`, `push`, `save` and steps raise `VariablesError` until
-    `assign` or `restore` gives another one.
+    If a step raises before its program runs, value and version are unchanged. If a program fails
+    while it runs, the value is lost, because the buffers of the carry were donated; a master copy
+    in host memory is kept. `.value`, `push`, `save` and steps then raise `VariablesError` until
+    `assign` or `restore` sets a value.
 
     Args:
         tree: any pytree of arrays: dicts, flax modules and states, optax states, equinox modules.
-            Its arrays are copied, and may be changed, donated or deleted afterwards.
-        placement: where the master copy lives: `Replicated()`, `Sharded(rules)` or `OnHost(...)`.
-            In a session with a mesh, leaves that were placed on it already stay as they are under
-            `Replicated()`, and the session's rules apply to the others.
-        read: how steps get the value where it lives in another memory. "auto": by the policy that
-            is the fastest as measured here, of those that change no result (see `advise`).
+            Its arrays are copied, so you may change, donate or delete them afterwards.
+        placement: where the master copy is: `Replicated()`, `Sharded(rules)` or `OnHost(...)`. With
+            `Replicated()` in a session with a mesh, the session's rules place the leaves, except
+            those that are on the mesh already.
+        read: how steps read a master copy in another memory. "auto" is the fastest policy, as
+            measured on this machine, that changes no result (see `advise`).
         write: what `push` does.
-        name: the name in plans and messages, and what paths begin with for rules.
-        pack: whether leaves below 64 KiB of one dtype and sharding share one buffer, which the
-            program slices inside XLA, as optimizers and collectives do with flat buckets
-            (Rajbhandari et al., 2020). A call then costs some 1 µs less for each such leaf, and a
-            first call some 7 ms more on a CPU: it pays for steps of well under a millisecond that
-            run tens of thousands of times.
+        name: the name in plans and messages, with which the paths for rules begin.
+        pack: keep leaves below 64 KiB of one dtype and sharding in one buffer, which the program
+            slices inside XLA (flat buckets: Rajbhandari et al., 2020). A call takes some 1 µs less
+            for each such leaf, a first call some 7 ms more on a CPU. This pays for steps of well
+            under a millisecond that run tens of thousands of times.
 
     Raises:
-        VariablesError: a leaf is no array, or the devices do not have the type of a wire.
+        VariablesError: a leaf is not an array, or the devices lack the dtype of a wire.
         OptionError: a policy has an option without effect under this placement.
         PlacementError: a leaf cannot be placed as asked.
     """
@@ -176,19 +176,19 @@ class Variables(NoTree, Savable, Holder):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that `assign`, `push` and the like have moved; steps count theirs in `stats()`."""
+        """Bytes that `assign`, `push` and other methods moved; steps count theirs in `stats()`."""
         return self._moved_bytes
 
     @property
     def value(self) -> Any:
-        """The tree, as it is now: one whole version, in arrays that the caller may donate.
+        """A copy of the tree: one whole version, in arrays that the caller may donate.
 
-        Under `OnHost` they are numpy arrays; `jax.Array`s only where numpy has no such type (random
-        keys, weak types), or where no process of a pod has the whole.
+        With `OnHost`, leaves are numpy arrays. Random keys, weakly typed leaves, and leaves that no
+        process of a pod has whole, are `jax.Array`s.
 
         Raises:
-            VariablesError: this is inside a transformation, which would keep the value as a
-                constant and not see later writes; or the value is lost.
+            VariablesError: inside a transformation, which would keep the value as a constant and
+                not see later writes; or the value is lost.
         """
         check_not_constant(self.name)
         with self._moving("value") as meter:
@@ -215,14 +215,14 @@ class Variables(NoTree, Savable, Holder):
         return self
 
     def copy(self) -> Variables:
-        """Makes other variables of the value as it is now, such as a target network's.
+        """Returns new variables with a copy of the value, such as those of a target network.
 
-        They have the same placement, policies, packing, name and mesh. Their version is 0. Pending
-        updates and the optimizer's state are not copied. Later writes to either do not reach the
+        They have the same placement, policies, packing, name and mesh, and version 0. Pending
+        updates and the optimizer's state are not copied. Later writes to one do not change the
         other.
 
         Raises:
-            VariablesError: this is inside a transformation; or the value is lost.
+            VariablesError: inside a transformation; or the value is lost.
         """
         check_not_tracing("variables cannot be copied", self.name)
         copied = Variables.__new__(Variables)
@@ -233,7 +233,7 @@ class Variables(NoTree, Savable, Holder):
         return copied
 
     def assign(self, tree: Any) -> None:
-        """Replaces the value. An optimizer's state that a failed `push` lost is made anew.
+        """Replaces the value. If a failed `push` lost the optimizer's state, initializes it.
 
             params.assign(jax.tree.map(np.zeros_like, params.value))
 
@@ -258,12 +258,12 @@ class Variables(NoTree, Savable, Holder):
             table = sc.Variables({"w": w}, write=sc.Write(mode="apply", optimizer=optax.adam(1e-3)))
             table.push({"w": gradient})
 
-        With `Write(every=k)` each k-th push writes the sum of k updates, and raises the version;
-        `flush` writes what is left at the end.
+        With `Write(every=k)`, each k-th push writes the sum of k updates, as one version. `flush`
+        writes the sum of fewer.
 
         Args:
-            update: of the structure and shapes of the value; of its dtypes too, unless it is for an
-                optimizer.
+            update: has the structure and shapes of the value, and its dtypes, except gradients for
+                an optimizer.
 
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype; or the value is
@@ -280,7 +280,7 @@ class Variables(NoTree, Savable, Holder):
             self._updates.push(leaves, self._master, meter)
 
     def flush(self) -> None:
-        """Writes the updates that `Write(every=k)` has summed so far, though they are fewer than k.
+        """Writes the sum of the updates that are pending with `Write(every=k)`.
 
             for batch in batches:
                 table.push(gradients(table, batch))

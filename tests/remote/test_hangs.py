@@ -119,7 +119,7 @@ def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
         state = sc.Variables(np.float32(0), name="state")
         assert state.value == 0  # So run 1 is done, and known to be.
         made = endless(np.float32(1))
-        match = r"nothing has moved for 0.3 s: task 0: run 2 of client \d+ \(2 are started, the"
+        match = r"no progress for 0.3 s: task 0: run 2 of client \d+ \(2 are started, the"
         if on_hang == "error":
             with pytest.raises(sc.RankLostError, match=match):
                 made.block_until_ready()
@@ -232,7 +232,7 @@ def test_a_task_that_is_stopped_is_lost(running):
         mean(state, np.ones((2, 4), np.float32))
         _, (_, second) = tasks_of(session)
         os.kill(second, signal.SIGSTOP)
-        with pytest.raises(sc.RankLostError, match=r"nothing has moved for 0.5 s.* stopped: task"):
+        with pytest.raises(sc.RankLostError, match=r"no progress for 0.5 s.* stopped: task"):
             for _ in range(40):  # More than may be under way.
                 mean(state, np.ones((2, 4), np.float32))
         state.assign(np.float32(0))

@@ -210,7 +210,7 @@ def test_what_lives_on_the_devices_does_not_move():
     svg = plan_svg(train_step.explain(state, np.ones((8, 2), np.float32)))
     assert not arrows_of(svg)
     text = words(svg)
-    assert text.count("Nothing moves: it lives there.") == 1
+    assert text.count("Nothing moves: the master copy is there.") == 1
     assert "Nothing crosses the host's link, either way." in text
     drawn = list(ElementTree.fromstring(svg).iter(f"{NAMESPACE}rect"))
     assert len(drawn) == 2  # The paper, and what is behind the row's name.
@@ -318,7 +318,7 @@ def test_arrows_grow_with_bytes_within_bounds():
 
 def test_what_was_fetched_ahead_is_counted_once():
     ahead = transfer("gather", why="the value crosses once, ahead of the next step")
-    drawn = lanes(Plan((transfer("none", why="it was fetched ahead"), ahead)))
+    drawn = lanes(Plan((transfer("none", why="it was prefetched"), ahead)))
     assert [lane.naive.moved.host_bytes for lane in drawn] == [0, 64_000_000]
     cached = lanes(Plan((transfer("none", why="a copy is there"),)))
     assert [lane.naive.moved.host_bytes for lane in cached] == [64_000_000]

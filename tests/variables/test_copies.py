@@ -203,7 +203,7 @@ def test_what_is_fetched_ahead_serves_once():
     copies = Copies(sc.Read(prefetch=True))
     copies.ahead(0, "value")
     copy, why = copies.serving(None, 0)
-    assert copy is not None and copy.value == "value" and why == "it was fetched ahead"
+    assert copy is not None and copy.value == "value" and why == "it was prefetched"
     copies.served(copy, 0)
     assert copies.serving(None, 0) == (None, "no copy is kept")
 
@@ -339,7 +339,7 @@ def test_prefetch_reads_ahead_once_and_uses_it():
         assert ahead.why.endswith("ahead of the next step")
         assert float(total(value)) == 10_000
         (now, ahead) = total.explain(value).plan.transfers
-        assert (now.route, now.why, ahead.route) == ("none", "it was fetched ahead", "fanout")
+        assert (now.route, now.why, ahead.route) == ("none", "it was prefetched", "fanout")
         assert float(total(value)) == 10_000
         assert [call[HOST_LINK] for call in moved.calls] == [2 * V, V]
         (now, back, ahead) = bump.explain(value).plan.transfers

@@ -285,7 +285,7 @@ def test_resident_variables_move_nothing():
         bump(resident)
     assert moved.calls == [] and planned.bytes == 0 and planned.link_bytes == {}
     (only,) = planned.transfers
-    assert (only.route, only.why) == ("none", "it lives there")
+    assert (only.route, only.why) == ("none", "the master copy is there")
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_explain_tells_of_variables_and_transfers():
     assert "moments version 0: host → devices by gather" in text
     assert "40.0 kB host ↔ device, 280.0 kB device ↔ device" in text
     assert "moments version 1: devices → host by scatter" in text
-    assert "frozen version 0: nothing moves: it lives there" in text
+    assert "frozen version 0: nothing moves: the master copy is there" in text
     assert [row.path for row in explained.arguments] == ["state", "frozen", "x"]
     assert [row.variables for row in explained.arguments] == ["moments", "frozen", ""]
     assert explained.moved_bytes == explained.plan.bytes + 8 * 4

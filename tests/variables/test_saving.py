@@ -334,7 +334,7 @@ def test_every_kind_of_leaf_comes_back_as_its_template(what, tmp_path):
 def test_what_is_no_array_is_refused_and_writes_nothing(leaf, tmp_path):
     with pytest.raises(sc.VariablesError, match="tree/0") as raised:
         sc.save(tmp_path / "saved", tree=[leaf])
-    assert "no array" in str(raised.value) and not list(tmp_path.iterdir())
+    assert "not an array" in str(raised.value) and not list(tmp_path.iterdir())
 
 
 def test_a_template_says_where_arrays_go(mesh, tmp_path):
@@ -418,7 +418,7 @@ def test_a_number_in_a_tree_that_orbax_has_saved_is_read(placement, tmp_path):
         "w": 7,
     }
     assert variables.value["step"].weak_type and variables.value["step"].dtype == jnp.int32
-    with pytest.raises(sc.VariablesError, match="another value"):
+    with pytest.raises(sc.VariablesError, match="do not match"):
         sc.Variables({**state(0), "rate": 1}, placement=placement).restore(tmp_path / "saved")
 
 
@@ -440,7 +440,7 @@ def test_items_are_saved_and_restored_together(tmp_path):
 def test_an_item_that_is_not_asked_for_is_named(tmp_path):
     state = {"w": np.ones(3, np.float32)}
     sc.save(tmp_path / "saves", state=state, step=7, keep=2)
-    with pytest.raises(sc.VariablesError, match=r"holds more than(?s:.*)name it too \(step=\)"):
+    with pytest.raises(sc.VariablesError, match=r"not asked for(?s:.*)name them too \(step=\)"):
         sc.restore(tmp_path / "saves", state=state)
     same(sc.restore(tmp_path / "saves", state=state, partial=True), {"state": state})
 
@@ -470,7 +470,7 @@ def test_a_restore_that_fails_changes_nothing(tmp_path):
 )
 def test_errors_name_the_path(template, named, tmp_path):
     sc.save(tmp_path / "saved", tree={"w": np.zeros(3)})
-    with pytest.raises(sc.VariablesError, match="another value") as raised:
+    with pytest.raises(sc.VariablesError, match="do not match") as raised:
         sc.restore(tmp_path / "saved", tree=template)
     assert raised.value.where == named
 

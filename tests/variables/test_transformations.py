@@ -160,7 +160,7 @@ ARRAY_USES = {
 
 @pytest.mark.parametrize("use", ARRAY_USES)
 def test_variables_in_the_place_of_an_array_are_an_error_of_ours(use):
-    with pytest.raises(sc.VariablesError, match="no array") as raised:
+    with pytest.raises(sc.VariablesError, match="not an array") as raised:
         ARRAY_USES[use](table())
     assert raised.value.where == "table"
     assert "argument of a step" in raised.value.hint and ".value" in raised.value.hint
