@@ -177,7 +177,7 @@ _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 def _over_plain_types(params: dict[str, Any]) -> dict[str, Any]:
     """A trace whose high primitives are expanded, as `jax.jit` does if only intermediates are high.
 
-    From jax 0.12 on, `jnp.searchsorted` is one, and so what calls it: `jnp.interp`, `jnp.histogram`.
+    From jax 0.12 on, `jnp.searchsorted` is one; `jnp.interp` and `jnp.histogram` call it.
     """
     jaxpr, expand = params["jaxpr"], getattr(partial_eval, "lower_jaxpr2", None)
     if expand is None or not getattr(jaxpr, "is_high", False):
