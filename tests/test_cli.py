@@ -342,6 +342,24 @@ def test_a_run_whose_other_rows_were_lost_is_none(tmp_path, form):
     assert "No run" in run("report", "--format", form, "--dir", tmp_path, code=1).stderr
 
 
+@pytest.mark.parametrize("name", ["run.pdf", "run.htm.gz", "run.prm"])
+def test_a_report_to_a_suffix_of_no_format_is_refused(tmp_path, name):
+    write_runs(tmp_path, [row()])
+    out = tmp_path / name
+    shown = run("report", "--out", out, "--dir", tmp_path, code=2).stderr
+    assert "give --format" in shown and ".html" in shown
+    assert not out.exists()
+    run("report", "--out", out, "--format", "html", "--dir", tmp_path)
+    assert out.read_text().startswith("<!")
+
+
+@pytest.mark.parametrize("every", ["15", "0s"])
+def test_every_needs_a_duration(tmp_path, every):
+    write_runs(tmp_path, [row()])
+    out = ("--out", tmp_path / "run.prom", "--dir", tmp_path)
+    assert "15s" in run("report", "--every", every, *out, code=2).stderr
+
+
 def test_why_of_an_unknown_step(tmp_path):
     write_runs(tmp_path, [row()])
     assert MODEL in run("cache", "why", "evaluate", "--dir", tmp_path, code=1).stderr

@@ -912,3 +912,19 @@ def test_means_what_jit_means(name):
     assert jax.tree.structure(by_jit) == jax.tree.structure(by_step), (by_jit, by_step)
     for x, y in zip(jax.tree.leaves(by_jit), jax.tree.leaves(by_step), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("of", [jnp.searchsorted, lambda a, b: jnp.interp(a, b, 2 * b)])
+def test_a_function_of_jax_that_is_a_high_primitive_is_cached(of, tmp_path):
+    """From jax 0.12 on `searchsorted` is one, which JAX expands between trace and lowering."""
+
+    def start():
+        step, a, b = sc.step(of), jnp.asarray([0.5, 2.5]), jnp.arange(4.0)
+        cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+        with sc.Session(cache=cache):
+            for _ in range(3):
+                assert jnp.array_equal(step(a, b), jax.jit(of)(a, b))
+        cache.flush()
+        return step.stats()
+
+    assert (start().delegated, start().traces) == (0, 0)

@@ -44,7 +44,7 @@ class Quantity(click.ParamType):
 
 
 SIZE = Quantity("size", int, _BYTES, "500MB, 2GB or 1.5GiB")
-DURATION = Quantity("duration", float, _SECONDS, "12h, 30d or 2w")
+DURATION = Quantity("duration", float, _SECONDS, "15s, 12h or 30d")
 
 
 class Result(NamedTuple):

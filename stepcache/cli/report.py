@@ -24,7 +24,25 @@ _FORMATS: dict[str, Callable[[runs.Run, Mapping[str, int]], str]] = {
     "openmetrics": metrics_text,
     "perfetto": lambda run, _: json.dumps(trace_events(run)),
 }
-_FORMAT_OF_SUFFIX = {".prom": "openmetrics", ".txt": "openmetrics", ".json": "perfetto"}
+_FORMAT_OF_SUFFIX = {
+    ".html": "html",
+    ".htm": "html",
+    ".prom": "openmetrics",
+    ".txt": "openmetrics",
+    ".json": "perfetto",
+}
+
+
+def _format_of(out: Path | None) -> str:
+    """The format of a file by its suffix; html without a file, or without a suffix."""
+    if out is None or not out.suffix:
+        return "html"
+    form = _FORMAT_OF_SUFFIX.get(out.suffix.lower())
+    if form is None:
+        known = ", ".join(_FORMAT_OF_SUFFIX)
+        text = f"the suffix of {out.name!r} names no format: take one of {known}, or give --format"
+        raise click.UsageError(text)
+    return form
 
 
 @click.command("report")
@@ -52,15 +70,17 @@ def report(
     RUN is "last", a number of --list, the beginning of a run's name, or the name of a script. The
     formats are a page of HTML, metrics for Prometheus, and a trace for https://ui.perfetto.dev.
     """
-    if every and not out:
+    if every is not None and not out:
         raise click.UsageError("--every needs --out FILE")
+    if every is not None and every <= 0:
+        raise click.UsageError("--every is a time above zero, such as 15s")
     if listing and (out or form):
         raise click.UsageError("--list writes no report: omit --out and --format")
     if listing:
         found = runs.summaries(inventory.open_existing(directory))
         shown = [render.records(found)] if found else [f"No run has used {directory} yet."]
         return Result({"runs": [asdict(each) for each in found]}, shown)
-    form = form or _FORMAT_OF_SUFFIX.get(out.suffix if out else "", "html")
+    form = form or _format_of(out)
     while True:
         one, text = _made(directory, run, form)
         if one is not None and out is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 
 from stepcache.events import Change
 
@@ -35,6 +36,7 @@ KINDS = tuple(dict.fromkeys(("code", "value", *_KINDS.values())))
 """All kinds, the most telling ones first."""
 _SHOWN_WITHOUT_KIND = ("static", "config", "argument")
 _MAX_CHANGES = 64
+_OVER_BUFFERS = "a stepcache.calls.over_buffers._OverBuffers"
 
 
 def kind_of(name: str, token: str = "") -> str:
@@ -75,6 +77,7 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
         late = name.startswith(LATE) and None in (old, new)
         if old != new and not late and not (new is None and name in unknown):
             changes.append(_change(name, old, new))
+    changes = _without_wrapper(changes)
     shown = [change.path for change in changes]
     others = tuple(
         f"{each.path}{mark}" for each in changes if _is_of_another_class(each) for mark in ".[ "
@@ -86,6 +89,21 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
     ]
     changes.sort(key=lambda change: (KINDS.index(change.part), _is_special(change.path)))
     return tuple(changes[:_MAX_CHANGES])
+
+
+def _without_wrapper(changes: list[Change]) -> list[Change]:
+    """Says that one build was over `Variables` and one was not, in the place of what that implies.
+
+    Such a build is of an object of stepcache that wraps the step's function, so its values have
+    other names.
+    """
+    for change in changes:
+        sides = (change.before, change.after)
+        if change.path == "step" and (_OVER_BUFFERS in sides) and "absent" not in sides:
+            before, after = ("Variables" if each == _OVER_BUFFERS else "arrays" for each in sides)
+            others = [each for each in changes if each.part not in ("value", "tree", "argument")]
+            return [replace(change, before=before, after=after), *others]
+    return changes
 
 
 def _is_of_another_class(change: Change) -> bool:

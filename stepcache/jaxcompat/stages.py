@@ -174,6 +174,19 @@ def with_output_tree(fast_path: Any, outputs: Any) -> Any:
 _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
 
+def _over_plain_types(params: dict[str, Any]) -> dict[str, Any]:
+    """A trace whose high primitives are expanded, as `jax.jit` does if only intermediates are high.
+
+    From jax 0.12 on, `jnp.searchsorted` is one; `jnp.interp` and `jnp.histogram` call it.
+    """
+    jaxpr, expand = params["jaxpr"], getattr(partial_eval, "lower_jaxpr2", None)
+    if expand is None or not getattr(jaxpr, "is_high", False):
+        return params
+    if any(getattr(aval, "is_high", False) for aval in (*jaxpr.in_avals, *jaxpr.out_avals)):
+        return params
+    return dict(params, jaxpr=expand(jaxpr))
+
+
 class Staged:
     """A traced step on its way to a program.
 
@@ -197,8 +210,8 @@ class Staged:
         self.lowered: Any = None
         if PRIVATE_API:
             inferred, self._leaves = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
-            self._params, self._consts = inferred.params, inferred.consts
-            self.jaxpr, self.out_tree = inferred.params["jaxpr"], inferred.out_tree
+            self._params, self._consts = _over_plain_types(inferred.params), inferred.consts
+            self.jaxpr, self.out_tree = self._params["jaxpr"], inferred.out_tree
             self.out_avals = list(self.jaxpr.out_avals)
         else:
             self._traced = jitted.trace(*args, **kwargs)

@@ -131,7 +131,8 @@ class ProgramCache:
             ("check_every", check_every),
         ):
             if bound is not None and not (isinstance(bound, Real) and bound >= 1):
-                raise OptionError(f"{name} must be positive", where="ProgramCache", got=repr(bound))
+                what, got = f"{name} must be a positive number", repr(bound)
+                raise OptionError(what, where="ProgramCache", got=got)
         if not isinstance(min_build_seconds, Real):
             what, got = "min_build_seconds is a number", repr(min_build_seconds)
             raise OptionError(what, where="ProgramCache", got=got)

@@ -97,6 +97,28 @@ def test_the_plain_tree_and_variables_are_two_programs(tmp_path):
     assert (step.stats().traces, step.stats().compiles, step.stats().loads) == (1, 1, 1)
 
 
+def test_the_first_start_with_variables_says_only_that(tmp_path):
+    """What wraps the function of a step over `Variables` is nothing that the user has changed."""
+
+    def plain(step, variables):
+        step(jax.tree.map(jnp.asarray, tree()), BATCH)
+
+    live(tmp_path, look=plain, calls=0)
+    step, _ = live(tmp_path, calls=1)
+    assert step.last_miss.reason == "other run"
+    assert [str(each) for each in step.last_miss.changes] == ["step: arrays → Variables"]
+
+
+def test_a_change_of_code_is_named_beside_the_first_variables(tmp_path):
+    def plain(step, variables):
+        step(jax.tree.map(jnp.asarray, tree()), BATCH)
+
+    live(tmp_path, look=plain, calls=0)
+    step, _ = live(tmp_path, SOURCE.replace('state["n"] + 1', 'state["n"] + 2'), calls=1)
+    changes = {str(each) for each in step.last_miss.changes}
+    assert changes == {"life.py:step: its code changed", "step: arrays → Variables"}
+
+
 def test_two_programs_of_one_step_are_both_found(tmp_path):
     """Nothing that building the one has left behind is taken for a change of the other."""
 
