@@ -192,7 +192,7 @@ class DeploymentConfig:
             **kwargs: the same in all clones.
 
         Raises:
-            PlacementError: a first dimension does not divide by the number of clones.
+            PlacementError: a first dimension is not divisible by the number of clones.
             OptionError: the loss is not a scalar.
         """
         losses, outputs = self._run(model_fn, variables, batch, kwargs)

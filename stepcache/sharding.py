@@ -252,7 +252,7 @@ class Placer:
             if size % parts:
                 names = quoted(axes)
                 raise PlacementError(
-                    f"dimension {dimension} does not divide by mesh axis {names}, "
+                    f"dimension {dimension} is not divisible by mesh axis {names}, "
                     f"over which {by} {'is split' if rule is None else 'splits it'}",
                     where=path,
                     expected=f"a multiple of {parts}, the size of {names}",

@@ -39,6 +39,7 @@ FLOORS = {
     "nnx": 9,
     "equinox": 9,
     "__init__": 10,
+    "__main__": 10,
 }
 # Rooms of one floor that must not know each other at all.
 STRANGERS = [("programs", "variables")]

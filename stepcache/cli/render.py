@@ -267,7 +267,8 @@ def startup_ledger(runs: Sequence[Run]) -> Rendered:
     rows = []
     for stage in (*stages, "all"):
         cells = (f"{total[stage]:.2f}" if stage in total else "·" for total in totals)
-        rows.append({"seconds": stage, **dict(zip(headings, cells, strict=True))})
+        label = "verify (background)" if stage == "verify" else stage
+        rows.append({"seconds": label, **dict(zip(headings, cells, strict=True))})
     yield _table(rows, right=headings)
     yield ""
     for heading, run in zip(headings, runs, strict=True):

@@ -24,7 +24,7 @@ def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...
         return ()
     try:
         shard = sharding.shard_shape(shape)
-    except ValueError:  # It does not divide: JAX will say so.
+    except ValueError:  # It is not divisible: JAX will say so.
         return ()
     indices = list(sharding.addressable_devices_indices_map(shape).values())
     starts = (

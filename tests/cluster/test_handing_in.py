@@ -91,7 +91,7 @@ def test_what_does_not_divide_is_said(shared_pod, tmp_path):
             say("error", str(error).replace(chr(10), " "))
     """
     for rank in succeeded(shared_pod(2, 2).run(tmp_path, script)):
-        assert "does not divide" in rank.said("error")[0] and "size 6" in rank.said("error")[0]
+        assert "is not divisible" in rank.said("error")[0] and "size 6" in rank.said("error")[0]
 
 
 EVERY_KIND = """

@@ -176,7 +176,7 @@ def test_batches_are_split_and_fetched_whole(session):
     made = step(x)
     np.testing.assert_array_equal(made, x * 2)
     assert "data" in str(step.explain(x))
-    with pytest.raises(sc.PlacementError, match="does not divide"):
+    with pytest.raises(sc.PlacementError, match="is not divisible"):
         step(np.ones((3, 2), np.float32))
 
 

@@ -36,7 +36,7 @@ def test_a_long_build_is_one_log_line(caplog):
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         caplog.records[0].getMessage()
     ]
-    assert "building slow_step takes long: in trace after" in caplog.text
+    assert "building slow_step takes long: still in trace after" in caplog.text
 
 
 def test_a_long_build_is_a_line_on_a_terminal(screen):

@@ -217,7 +217,7 @@ def test_rules_need_a_mesh_for_values_that_are_read_too():
 
 def test_rules_of_a_value_that_is_read_have_to_divide():
     with session("8"):
-        with pytest.raises(sc.PlacementError, match="does not divide"):
+        with pytest.raises(sc.PlacementError, match="is not divisible"):
             sc.Variables(
                 {"w": np.ones(9, np.float32)},
                 placement=sc.OnHost(on_device=sc.Sharded([("w", P("data"))])),

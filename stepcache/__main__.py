@@ -1,0 +1,5 @@
+"""`python -m stepcache`."""
+
+from stepcache.cli import main
+
+main()
