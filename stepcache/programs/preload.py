@@ -69,9 +69,10 @@ class Preloader:
         rows = [row for row in self._run_log.last_run_of(label) if row.program]
         if self._remote is not None and not rows and coordination.service() is None:
             self._remote.begin()  # In a pod, one of the processes asks for all.
-        for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
-            for record in self._records(lookup):
-                look_at_modules(record.used.modules, record.used.names)
+        if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
+            for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
+                for record in self._records(lookup):
+                    look_at_modules(record.used.modules, record.used.names)
         with self._lock:
             is_waiting = bool(self._ahead)
             self._ahead.update(dict.fromkeys((row.program, tuple(row.devices)) for row in rows))
