@@ -82,7 +82,7 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     elif (state := _random_state(value)) is not None:
         walk.note(path, kind.__name__)
         walk.value(f"{path} (state)", state)
-    elif kind.__module__ == "flax.ids" or _full_name(kind) in _WHERE_A_JAXPR_IS_FROM:
+    elif kind.__module__ == "flax.ids" or _full_name(kind) in inspection.ORIGINS_OF_JAXPRS:
         walk.note(path, kind.__name__)  # Flax's are numbers that tell modules apart in a process.
     elif isinstance(value, logging.Logger):
         enabled = max(value.getEffectiveLevel(), value.manager.disable + 1)
@@ -135,9 +135,6 @@ def levels_of_loggers() -> dict[str, Any]:
     }
     return {"disable": manager.disable, **dict(sorted(found.items()))}
 
-
-_WHERE_A_JAXPR_IS_FROM = ("jaxlib._jax.Traceback", "jax._src.linear_util.DebugInfo")
-"""Files, lines and names of arguments, for messages alone."""
 
 _FLAGS = ("absl.flags._flagvalues.FlagValues", "absl.flags._flagvalues.FlagHolder")
 

@@ -71,6 +71,10 @@ def devices_text(devices: Iterable[tuple[str, int]]) -> str:
     )
 
 
+ORIGINS_OF_JAXPRS = ("jaxlib._jax.Traceback", "jax._src.linear_util.DebugInfo")
+"""Classes of files, lines and names of arguments, which JAX needs for messages alone."""
+
+
 def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> str:
     """A sharding or a mesh as text that is the same in every process.
 

@@ -218,12 +218,13 @@ def _left_bytes(group: Path, limit: str, taken: str) -> int:
 
 def _copy_into_memory(paths: Sequence[Path], maps: Sequence[mmap.mmap]) -> None:
     """Reads the files of a table, and copies each page that is not yet a copy into its map."""
-    with contextlib.suppress(OSError):  # The table may be gone, or the kernel too old to copy.
+    with contextlib.suppress(OSError):  # The table may be gone.
         for path, mapped in zip(paths, maps, strict=True):
             with path.open("rb", buffering=0) as file:
                 read = bytearray(_AHEAD_BYTES)
                 while count := file.readinto(read):
-                    mapped.madvise(_POPULATE_WRITE, file.tell() - count, count)
+                    with contextlib.suppress(OSError):  # The kernel may be too old to copy.
+                        mapped.madvise(_POPULATE_WRITE, file.tell() - count, count)
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:

@@ -1,6 +1,7 @@
 """Tables in files: what outlives a crash at each point, what is written, and what it takes."""
 
 import contextlib
+import errno
 import mmap
 import os
 import re
@@ -335,6 +336,20 @@ def test_a_table_is_copied_into_memory_if_it_takes_a_quarter_of_it(
     copied_bytes = anonymous_bytes() - before
     assert copied_bytes < size_bytes / 2 if is_scarce else copied_bytes > 0.9 * size_bytes
     assert np.array_equal(arrays["rows"], expected)
+
+
+def test_files_are_read_where_the_kernel_cannot_copy_pages(tmp_path):
+    asked = []
+
+    class OldMap:
+        def madvise(self, how, start, count):
+            asked.append((start, count))
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    chunk = table_files._AHEAD_BYTES
+    (tmp_path / "rows.npy").write_bytes(bytes(2 * chunk + 5))
+    table_files._copy_into_memory([tmp_path / "rows.npy"] * 2, [OldMap(), OldMap()])
+    assert asked == [(0, chunk), (chunk, chunk), (2 * chunk, 5)] * 2
 
 
 def test_what_is_available_is_read_from_the_system(tmp_path, monkeypatch):
