@@ -49,7 +49,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
         if isinstance(found, dict):
             state.update(found)
     for name in state.keys() & _HASHES:
-        if type(state[name]) in (int, types.NoneType) and _has_hash_of_package(type(value)):
+        if type(state[name]) in (int, types.NoneType) and has_hash_of_package(type(value)):
             del state[name]
     return state
 
@@ -58,7 +58,7 @@ _HASHES = frozenset("_hash _hashed _hash_value _cached_hash".split())
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_hash_of_package(cls: type) -> bool:
+def has_hash_of_package(cls: type) -> bool:
     owner = next(base for base in cls.__mro__ if "__hash__" in vars(base))
     return owner is not object and origin_of(owner) != USER
 

@@ -37,7 +37,7 @@ _REMEMBERING = type(functools.lru_cache(lambda: 0))
 def note_special(walk: Trail, path: str, value: Any) -> bool:
     """Notes a value, and says yes, if it is of a kind known by its class or by its nature."""
     kind = type(value)
-    if not _may_be_special(kind) or not _note_by_nature(walk, path, value):
+    if not may_be_special(kind) or not _note_by_nature(walk, path, value):
         return False
     if instances.is_users(kind):
         walk.follow_class(kind)
@@ -153,7 +153,7 @@ def note_flags(walk: Trail, path: str, flags: Any) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_be_special(kind: type) -> bool:
+def may_be_special(kind: type) -> bool:
     """Whether `note_special` may know a class: few do, and it asks many questions."""
     package = kind.__module__.partition(".")[0]
     return (

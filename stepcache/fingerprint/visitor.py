@@ -20,7 +20,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.fingerprint import classes, functions, special_kinds, values
+from stepcache.fingerprint import classes, functions, records, special_kinds, values
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text, short
 from stepcache.fingerprint.trail import Trail
@@ -77,6 +77,8 @@ class Walk(Trail):
 
     def _compound(self, path: str, value: Any) -> None:
         handler = values.HANDLERS.get(type(value))
+        if records.note_record(self, path, value):
+            return
         if handler is not None:
             handler(self, path, value)
         elif type(value) is types.FunctionType:

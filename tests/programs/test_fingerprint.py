@@ -1,6 +1,8 @@
 """What the walk notes, and what it says of things that cannot be looked at."""
 
+import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +16,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import optax
 import pytest
+from flax import nnx
+from flax.core import freeze
 
 import stepcache
 from stepcache.fingerprint import installed_packages
@@ -173,6 +177,36 @@ def test_a_huge_list_of_numbers_is_one_fact():
     assert len(facts) == 1
     numbers[-1] = 0
     assert fingerprint(numbers).dependencies != facts
+
+
+def test_an_immutable_object_of_a_package_is_one_dependency():
+    values = [0, False, 0.0, -0.0, "0", (0,), ((0,),), None, int, float, Settings, len]
+    values += [freeze({"a": 0}), freeze({"a": False}), freeze({"a": 0, "b": 1})]
+    values += [freeze({"b": 1, "a": 0}), nnx.graphlib.NodeRef(0), NodeRef(0), "x" * 99, "x" * 98]
+    facts = [fingerprint(nnx.graphlib.Static(each)).dependencies for each in values]
+    assert all(one != other for one, other in itertools.combinations(facts, 2))
+    assert facts[0] == fingerprint(nnx.graphlib.Static(0)).dependencies
+    assert facts[0]["it"] == "flax.nnx.graphlib.Static(0)"
+    assert not any(path.startswith("it.") for path in facts[values.index(Settings)])
+
+    graph = nnx.graphdef(nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)))
+    paths = [each for each in fingerprint(graph).dependencies if each.startswith("it.")]
+    assert len(paths) < 2 * (len(graph.nodes) + len(graph.attributes))
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeRef:
+    index: int
+
+
+def test_a_class_in_an_immutable_object_is_followed():
+    holder = nnx.graphlib.Static((Settings, 0))
+    facts = fingerprint(holder).dependencies
+    Settings.rate = 1.0
+    try:
+        assert fingerprint(holder).dependencies != facts
+    finally:
+        del Settings.rate
 
 
 def test_equal_sets_are_equal_whatever_their_history():
