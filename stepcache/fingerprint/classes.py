@@ -125,7 +125,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     if type(matched) is tuple:
         walk.read_attributes(each for each in matched if isinstance(each, str))
     of_packages = _prefixes_of_packages(cls)
-    for attribute, value in sorted(vars(cls).items()):
+    for attribute, value in sorted(vars(cls).copy().items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
             continue
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
@@ -197,7 +197,7 @@ def follow_library_class(walk: Trail, cls: type) -> None:
             continue
         if isinstance(base, abc.ABCMeta) and (registered := _registered(base)):
             walk.once(f"{qualified_name(base)} (registered)", ", ".join(sorted(registered)))
-        for attribute, value in list(vars(base).items()):
+        for attribute, value in vars(base).copy().items():
             path = f"{qualified_name(base)}.{attribute}"
             if is_foreign(value):
                 walk.value(path, value)

@@ -169,7 +169,7 @@ _NO_ATTRIBUTE = frozenset(
 def _modules_by_file() -> dict[str, str]:
     return {
         file: name
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()
         if name != "__main__" and (file := getattr(module, "__file__", None))
     }
 

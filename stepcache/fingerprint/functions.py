@@ -315,7 +315,7 @@ def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
     if type(value) is not types.ModuleType:
         walk.follow_class(type(value))
     label = walk.namespace(vars(value), None, value.__name__)
-    for name, each in list(vars(value).items()):
+    for name, each in vars(value).copy().items():
         if name == "__getattr__":  # Python asks it for what is not there.
             walk.value(f"{label}:{name}", each)
         elif name not in _OF_MODULES:

@@ -86,7 +86,7 @@ def _has_compiled_code(package: str) -> bool:
     return any(
         name.partition(".")[0] == package
         and (getattr(module, "__file__", None) or "").endswith((".so", ".pyd"))
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()
     )
 
 

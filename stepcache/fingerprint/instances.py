@@ -68,7 +68,7 @@ def _slot_descriptors(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (name, descriptor)
         for base in cls.__mro__
-        for name, descriptor in list(vars(base).items())
+        for name, descriptor in vars(base).copy().items()
         if isinstance(descriptor, types.MemberDescriptorType) and name in slots_of(base)
     )
 
@@ -95,7 +95,7 @@ def _is_native(cls: type) -> bool:
     if is_immutable(cls):
         return True
     slots = slots_of(cls)
-    for name, value in list(vars(cls).items()):
+    for name, value in vars(cls).copy().items():
         if isinstance(value, DESCRIPTORS):
             if value.__objclass__ is cls and name not in slots and not _is_pythons(name, value):
                 return True

@@ -220,7 +220,7 @@ def _is_defined_in_jax(kind: type) -> bool:
 
 def jax_is_whole() -> bool:
     """Whether the modules of JAX and their classes hold the functions of known packages alone."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.partition(".")[0] != "jax" or not isinstance(module, types.ModuleType):
             continue
         for value in list(vars(module).values()):

@@ -101,7 +101,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
     """What a class has of its own. To look at its annotations may give it empty ones."""
     return [
         (name, value)
-        for name, value in list(vars(cls).items())  # Another thread may add some.
+        for name, value in vars(cls).copy().items()  # Another thread may add some.
         if name not in _UNTOLD and (name != "__annotations__" or value)
     ]
 
@@ -232,8 +232,8 @@ def _may_have_state(value: Any) -> bool:
 def thread_text(value: threading.local) -> str:
     """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
     # Python itself keeps `__orig_class__` there, once the thread has an object.
-    state = {name: each for name, each in vars(value).items() if not name.startswith("__")}
-    texts = ((name, container_text(each)) for name, each in sorted(state.items()))
+    kept = sorted(vars(value).copy().items())
+    texts = ((name, container_text(each)) for name, each in kept if not name.startswith("__"))
     return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
 
 
@@ -285,7 +285,8 @@ def _parts(owner: _Part) -> Iterator[_Part]:
     where, value, is_named, _ = owner
     kind = type(value)
     if issubclass(kind, dict | types.MappingProxyType):
-        for number, (key, each) in enumerate(list(value.items())):
+        inside = dict.copy(value) if issubclass(kind, dict) else value
+        for number, (key, each) in enumerate(list(inside.items())):
             if type(key) in (str, tuple) and plain_text(key) is not None:
                 yield _Part(f"{where}[{key!r}]", each, is_named)
             elif type(each) is types.FunctionType or not _is_users(key):

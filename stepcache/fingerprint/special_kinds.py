@@ -130,7 +130,7 @@ def levels_of_loggers() -> dict[str, Any]:
     manager = logging.root.manager
     found = {
         name: (each.level, each.disabled)
-        for name, each in [("", logging.root), *manager.loggerDict.items()]
+        for name, each in [("", logging.root), *manager.loggerDict.copy().items()]
         if isinstance(each, logging.Logger) and (each.level or each.disabled)
     }
     return {"disable": manager.disable, **dict(sorted(found.items()))}

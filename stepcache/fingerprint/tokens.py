@@ -45,7 +45,7 @@ def container_text(value: Any, depth: int = 3) -> str | None:
     if kind not in _PLAIN_CONTAINERS or not depth or len(value) > _PLAIN_ITEMS:
         return None
     if kind is dict:
-        texts = [container_text(each, depth) for each in list(value.items())]
+        texts = [container_text(each, depth) for each in value.copy().items()]
     else:
         texts = [container_text(each, depth - 1) for each in list(value)]
     if None in texts:

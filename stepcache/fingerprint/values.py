@@ -61,7 +61,7 @@ def note_sequence(walk: Trail, path: str, value: Any) -> None:
 def note_mapping(walk: Trail, path: str, value: Any) -> None:
     """Notes a dictionary with its order."""
     base: Any = next((each for each in (OrderedDict, dict) if isinstance(value, each)), type(value))
-    items = list(base.items(value))
+    items = list(base.items(dict.copy(value) if base is dict else value))
     walk.note(path, f"{type(value).__name__} of {len(items)}")
     if isinstance(value, defaultdict):
         walk.value(f"{path}.default_factory", value.default_factory)

@@ -174,7 +174,8 @@ def tracing_rules(primitive: Any) -> list[Any]:
 @functools.lru_cache(maxsize=1)
 def _tables_of_rules() -> list[dict]:
     modules = (core, ad, batching, partial_eval)
-    return [table for each in modules for table in vars(each).values() if isinstance(table, dict)]
+    values = itertools.chain.from_iterable(list(vars(each).values()) for each in modules)
+    return [each for each in values if isinstance(each, dict)]
 
 
 def active_traces() -> list[Any]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import optax
 import pytest
 from flax import nnx
@@ -156,6 +159,38 @@ def test_an_object_that_fails_at_everything_is_looked_at_all_the_same():
     found = fingerprint(value)
     assert not found.untrackable
     assert found.dependencies["it.__rate__"] == "1"
+
+
+def test_what_changes_while_it_is_looked_at_is_looked_at(tmp_path, monkeypatch):
+    """Garbage is collected at any time, and then other threads may run and import modules."""
+    changing: list = [sys.modules, logging.root.manager.loggerDict, PLACES]
+
+    def collected(phase, info):
+        for each in changing if phase == "start" else ():
+            if each.pop("one_more", None) is None:
+                each["one_more"] = types.ModuleType("one_more")
+
+    @stepcache.step
+    def step(x):
+        return jax.nn.relu(x) * PLACES["rate"]
+
+    for number in range(3000):  # More than there are free tuples, as Python 3.11 then collects.
+        monkeypatch.setitem(sys.modules, f"one_of_many_{number}", types.ModuleType("one_of_many"))
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        with stepcache.Session(cache=stepcache.ProgramCache(tmp_path)):
+            step(1.0)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+        for each in changing:
+            each.pop("one_more", None)
+    assert step.last_miss.untrackable == ()
+
+
+PLACES = {"rate": 2.0}
 
 
 def test_a_cycle_ends():
