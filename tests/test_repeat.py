@@ -86,8 +86,10 @@ def test_one_step_for_one_count_and_one_compilation():
 
 
 def test_batches_of_another_number_are_an_error():
-    with pytest.raises(ValueError, match="scan"):
+    with pytest.raises(sc.OptionError, match=r"batch[\s\S]*first dimension of 4[\s\S]*\[3, 8, 4\]"):
         made().repeat(4)(state(), batches(3))
+    with pytest.raises(sc.OptionError, match=r"first dimension of 2[\s\S]*float32\[\]"):
+        made().repeat(2)(state(), jnp.float32(1.0))
 
 
 @pytest.mark.parametrize(

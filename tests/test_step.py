@@ -210,6 +210,27 @@ def test_warm_refuses_what_a_call_would_refuse():
         sc.step(lambda x: x).warm("text")
 
 
+def test_explain_of_a_call_that_cannot_be_made_is_the_error_of_the_call():
+    step = sc.step(lambda state, batch: state + batch, carry="state")
+    for args, kwargs in [((1.0,), {}), ((1.0, 2.0, 3.0), {}), ((1.0, 2.0), {"rate": 1.0})]:
+        with pytest.raises(TypeError) as called:
+            step(*args, **kwargs)
+        with pytest.raises(TypeError) as explained:
+            step.explain(*args, **kwargs)
+        assert str(explained.value).splitlines()[0] == str(called.value).splitlines()[0]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'"):
+        step.explain(sc.Variables(1.0))
+
+    def summed(x):
+        return x
+
+    @functools.wraps(summed)
+    def outer(x, y):  # Its signature is another one than it says.
+        return summed(x) + y
+
+    assert not sc.step(outer).explain(1.0, 2.0).hit
+
+
 def test_explain_runs_and_traces_nothing():
     traced = []
     f = sc.step(lambda x: traced.append(1) or x)

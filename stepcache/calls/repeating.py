@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from stepcache.calls.carry import OverStep, argument_of
 from stepcache.calls.signature import Parameters
@@ -49,6 +50,7 @@ class _Repeated(OverStep):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         carried = tuple(argument_of(self._positional, args, kwargs, name) for name in self._carry)
         batches = {name: argument_of(self._positional, args, kwargs, name) for name in self._batch}
+        self._check_sizes(batches)
         form: list[Any] = []
 
         def run(carried: tuple, batches: dict[str, Any]) -> tuple[tuple, tuple]:
@@ -61,6 +63,19 @@ class _Repeated(OverStep):
 
         new, rest = jax.lax.scan(run, carried, batches, length=self._count)
         return form[0](new, rest)
+
+    def _check_sizes(self, batches: dict[str, Any]) -> None:
+        """Raises `OptionError` where a batch has not as many parts as there are runs."""
+        for name, batch in batches.items():
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
+                if leaf.shape[:1] != (self._count,):
+                    raise OptionError(
+                        "a repeated step needs the batches of all runs",
+                        where=f"{self.__name__}, {name}{keystr(keys)}",
+                        expected=f"a first dimension of {self._count}",
+                        got=f"{leaf.dtype}{list(leaf.shape)}",
+                        hint="stack them: jax.tree.map(lambda *each: jnp.stack(each), *batches)",
+                    )
 
     def _called(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Any]) -> Any:
         named = [values.get(name, given) for name, given in zip(self._positional, args)]  # noqa: B905

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
@@ -238,6 +239,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         return to_jax(delegated="it is inside another transformation")
     if jaxcompat.jit_is_disabled():
         return to_jax(delegated="jax.disable_jit is in effect")
+    if not _may_bind(engine.spec.fun, args, kwargs):
+        engine.trace(args, kwargs)  # JAX says which argument is missing, or too many.
     if engine.scope().target is not None:
         return _on_tasks(engine, args, kwargs)
     if jaxcompat.must_delegate():
@@ -277,6 +280,19 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),
     )
+
+
+def _may_bind(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function can take arguments, as far as its signature tells."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # It is written in C.
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
