@@ -161,8 +161,8 @@ class Step(functools.partial, Generic[P, R]):
             The step; for the same `count`, the same one.
 
         Raises:
-            OptionError: the step carries nothing, pads, or has `in_shardings` or `out_shardings`. In a
-                call: the first dimension of a batch is not `count`.
+            OptionError: the step carries nothing, pads, or has `in_shardings` or `out_shardings`.
+                In a call: the first dimension of a batch is not `count`.
         """
         if count not in self._repeated:
             spec = repeated(self._engine.spec, count)
