@@ -35,6 +35,9 @@ from stepcache.fingerprint.provenance import (
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
 # Numbers its calls at random, to find them in the stack of an error.
 _NUMBERS_CALLS = "/equinox/_jit.py"
+CHECKS_TYPES = "<@beartype("
+"""Begins the file name of code that beartype makes: it picks an item of a container at random, to
+check the type of that one, and passes on what it was given."""
 # Modules of Python that call functions written in C for their own ends alone.
 _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
@@ -56,7 +59,7 @@ def calls_matter(filename: str) -> bool:
     """Whether what the code of a file calls may be what a trace depends on."""
     if origin_of_file(filename) == INSTALLED:
         return package_of(filename) not in FRAMEWORKS and not filename.endswith(_NUMBERS_CALLS)
-    return filename not in _CALL_FOR_THEMSELVES
+    return filename not in _CALL_FOR_THEMSELVES and not filename.startswith(CHECKS_TYPES)
 
 
 def is_import_hook(frame: FrameType) -> bool:

@@ -23,6 +23,7 @@ from stepcache.fingerprint.bytecode import (
     names_of,
     without_address,
 )
+from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -102,7 +103,10 @@ def _note_captured(
     parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
     named = dict(zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True))
+    checks_types = function.__code__.co_filename.startswith(CHECKS_TYPES)
     for number, (name, value) in enumerate((named | (function.__kwdefaults__ or {})).items()):
+        if checks_types and name == "__beartype_getrandbits":
+            continue
         walk.value(f"{label} (default {without_address(number, name)})", value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name == "fn_hash" and function.__code__.co_filename.endswith(_COUNTS_TRACES):

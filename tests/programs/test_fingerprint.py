@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -131,6 +132,22 @@ def assert_max_traces(fn, n, fn_hash):
     counted = [made["assert_max_traces"](abs, n, number) for n, number in ((1, 5), (1, 6), (2, 6))]
     found = [fingerprint(each).dependencies for each in counted]
     assert found[0] == found[1] != found[2]
+
+
+def test_the_item_of_which_beartype_checks_the_type_does_not_count(tmp_path):
+    made = {"random": random}
+    source = """
+def checked(x, *, __beartype_getrandbits=random.getrandbits):
+    sizes = [1, 2, 3]
+    assert isinstance(sizes[__beartype_getrandbits(32) % 3], int)
+    return x * sizes[0]
+"""
+    for name, is_seen in ("<@beartype(__main__.checked) at 0x7f>", False), ("<string>", True):
+        exec(compile(source, name, "exec"), made)
+        step = stepcache.step(made["checked"])
+        with stepcache.Session(cache=stepcache.ProgramCache(tmp_path)):
+            step(1.0)
+        assert ("random.getrandbits" in str(step.last_miss)) is is_seen
 
 
 class Failing:
