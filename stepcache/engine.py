@@ -34,11 +34,11 @@ from stepcache.calls.residence import Use, check_budget, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.hang_report import CallCount
-from stepcache.errors import ForkedProcessError, SessionClosedError, StepCacheWarning, warn
+from stepcache.errors import SessionClosedError, StepCacheWarning, warn
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import ProgramCache, caches_for
-from stepcache.programs.dispatch import Dispatcher, forked_with_jax_running
+from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup, LookupResult, step_label
 from stepcache.programs.miss_log import MissLog
@@ -206,13 +206,7 @@ class Engine:
         return self.spec.jitted(*args, **kwargs), None
 
     def _open_scope(self) -> Scope:
-        if forked_with_jax_running():
-            raise ForkedProcessError(
-                f"{self.spec.name} was called in a forked process, but JAX was already running "
-                "in its parent, and its threads do not survive a fork",
-                hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
-                "first use of JAX",
-            )
+        jaxcompat.check_not_forked(f"{self.spec.name} was called")
         self._check_open(scope := self.scope())
         return scope
 

@@ -152,7 +152,7 @@ class SessionClosedError(StepCacheError, RuntimeError):
 
 
 class ForkedProcessError(StepCacheError, RuntimeError):
-    """A step was called in a process that was forked after JAX had started: use "spawn"."""
+    """A step was called, or a checkpoint saved, in a process forked after JAX had started."""
 
 
 class StepCacheWarning(UserWarning):

@@ -666,17 +666,25 @@ def test_a_step_inside_another_step_belongs_to_it():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
-def test_a_forked_process_gets_an_error_at_once():
+@pytest.mark.parametrize("asked", ["call", "save", "restore"])
+def test_a_forked_process_gets_an_error_at_once(asked, tmp_path):
     f = sc.step(lambda x: x * 2)
     for _ in range(3):
         f(np.ones(2))
+    kept = sc.Variables(np.ones(2))
+    kept.save(tmp_path / "saved")
+    calls = {
+        "call": lambda: f(np.ones(2)),
+        "save": lambda: kept.save(tmp_path / "saved"),
+        "restore": lambda: kept.restore(tmp_path / "saved"),
+    }
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of the fork itself.
         child = os.fork()
     if child == 0:
         try:
-            f(np.ones(2))
+            calls[asked]()
             answer = b"ran"
         except sc.ForkedProcessError as error:
             answer = str(error).encode()

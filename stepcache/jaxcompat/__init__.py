@@ -32,6 +32,7 @@ from stepcache.jaxcompat.contexts import (
     arguments_outlive_calls,
     backends_are_initialized,
     carried_settings,
+    check_not_forked,
     entered_session,
     entering,
     environment,

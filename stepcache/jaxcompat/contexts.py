@@ -18,7 +18,9 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh
 
+from stepcache import _process_hooks
 from stepcache._changes import Undoing
+from stepcache.errors import ForkedProcessError
 from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
 
@@ -280,6 +282,30 @@ def trace_anew(undoing: Undoing, token: ContextToken | ValueToken) -> None:
 def backends_are_initialized() -> bool:
     """True once JAX has started a backend in this process."""
     return not PRIVATE_API or xla_bridge.backends_are_initialized()
+
+
+class _Fork:
+    """Whether this process was forked from one where JAX was running."""
+
+    has_lost_threads = False
+
+    @classmethod
+    def in_child(cls) -> None:
+        cls.has_lost_threads |= backends_are_initialized()
+
+
+_process_hooks.at_fork(after_in_child=_Fork.in_child)
+
+
+def check_not_forked(what: str) -> None:
+    """Raises `ForkedProcessError` in a child of a process where JAX had started its threads."""
+    if _Fork.has_lost_threads:
+        raise ForkedProcessError(
+            f"{what} in a forked process, but JAX was already running in its parent, and its "
+            "threads do not survive a fork",
+            hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
+            "first use of JAX",
+        )
 
 
 @contextlib.contextmanager

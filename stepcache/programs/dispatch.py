@@ -92,26 +92,9 @@ def clear_all() -> None:
         dispatcher.clear()
 
 
-class _Fork:
-    """Whether this process was forked from one where JAX was running."""
-
-    jax_was_running = False
-    broken = False
-
-    @classmethod
-    def before(cls) -> None:
-        cls.jax_was_running = jaxcompat.backends_are_initialized()
-
-    @classmethod
-    def in_child(cls) -> None:
-        if cls.jax_was_running:
-            cls.broken = True
-            clear_all()
+def _clear_in_child() -> None:
+    if jaxcompat.backends_are_initialized():
+        clear_all()
 
 
-_process_hooks.at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
-
-
-def forked_with_jax_running() -> bool:
-    """True in a child of a process where JAX had already started its threads."""
-    return _Fork.broken
+_process_hooks.at_fork(after_in_child=_clear_in_child)

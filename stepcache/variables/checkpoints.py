@@ -197,9 +197,11 @@ def save(
             an item has a leaf that is no array, or this save, or the asynchronous one before it,
             could not be written.
         RankLostError: a process of the pod was lost.
+        ForkedProcessError: this process was forked after JAX had started.
         AgreementError: in a `Session(check_replicas_every=...)`, replicas of a value differ.
     """
     check_not_tracing("nothing can be saved", "save")
+    jaxcompat.check_not_forked(f"{directory} was to be saved")
     for saving in list(_unfinished):
         saving.wait()
     root, step = path_of(directory), _step_number(items, keep) if keep is not None else 0

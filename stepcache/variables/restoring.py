@@ -70,8 +70,10 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
         VariablesError: `directory` is a URL, there is no checkpoint or a damaged one, or a leaf is
             missing, new, or of another shape or dtype.
         RankLostError: a process of the pod was lost.
+        ForkedProcessError: this process was forked after JAX had started.
     """
     check_not_tracing("nothing can be restored", "restore")
+    jaxcompat.check_not_forked(f"{directory} was to be restored")
     join_all()
     root = path_of(directory)
     check_names(items)
