@@ -37,6 +37,7 @@ IMPORTS = """
 """.split()
 READ_AT_START = ("JAX_", "XLA_", "PYTHON", "LD_", "OMP_", "OPENBLAS_")
 """Prefixes of variables that Python, JAX or their libraries read when they are imported."""
+READ_LATER = "PYTHONBREAKPOINT"  # Ray sets it.
 CAN_FORK = sys.platform == "linux"
 POLL_SECONDS = 0.01
 MESSAGE_BYTES = 1 << 20
@@ -125,7 +126,11 @@ _lock = threading.Lock()
 
 def _source(environment: Mapping[str, str]) -> _Source:
     """The process that forks those that start with such variables."""
-    read = tuple((k, v) for k, v in sorted(environment.items()) if k.startswith(READ_AT_START))
+    read = tuple(
+        (k, v)
+        for k, v in sorted(environment.items())
+        if k.startswith(READ_AT_START) and k != READ_LATER
+    )
     with _lock:
         if read not in _sources:
             others = {k: v for k, v in os.environ.items() if not k.startswith(READ_AT_START)}

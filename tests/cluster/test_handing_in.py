@@ -211,7 +211,7 @@ say("same")
 """
 
 
-@pytest.mark.parametrize("dispatch", ["cpp", "public"])
+@pytest.mark.parametrize("dispatch", ["cpp", pytest.param("public", marks=pytest.mark.slow)])
 def test_arrays_of_a_pod_are_those_that_jax_makes(tmp_path, dispatch):
     variables = {"STEPCACHE_DISPATCH": dispatch}
     for rank in succeeded(run_pod(tmp_path, SAME_AS_JAX, 2, devices=4, variables=variables)):

@@ -229,8 +229,11 @@ def layers(x):
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: long_trace(x).sum(), layers, jax.vmap(layers)],
-    ids=["sum", "layers", "vmap"],
+    [
+        pytest.param(lambda x: long_trace(x).sum(), id="sum"),
+        pytest.param(layers, id="layers"),
+        pytest.param(jax.vmap(layers), id="vmap", marks=pytest.mark.slow),
+    ],
 )
 def test_the_code_of_jax_that_counts_is_what_counts_without_pauses(monkeypatch, function):
     x = np.ones((3, 3, 3), np.float32) if function is not layers else np.ones((3, 3), np.float32)

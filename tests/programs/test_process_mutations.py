@@ -166,7 +166,7 @@ print(result)
 """
 
 
-@pytest.mark.parametrize("when", ["begun", "read"])
+@pytest.mark.parametrize("when", ["read", pytest.param("begun", marks=pytest.mark.slow)])
 def test_what_is_changed_while_the_process_runs(when, tmp_path):
     """A package that is upgraded after it was imported; a file that is rewritten once it was read.
 

@@ -121,6 +121,9 @@ def test_a_first_state_that_was_cancelled(session, busy):
         float(mean)
 
 
+@pytest.mark.parametrize(
+    "session", ["2x1", pytest.param("1x2", marks=pytest.mark.slow)], indirect=True
+)
 def test_another_thread_cancels_what_a_call_waits_for(session, busy):
     state, _ = busy(sc.Variables(np.float32(0), name="waited for"), 2)
     assert state.value == 2

@@ -64,7 +64,7 @@ def pair(running):
     session.close()
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_task_is_killed(pair, point, seed, tmp_path):
@@ -119,7 +119,7 @@ def served(running):
     return running("2x1")
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=5)
 @pytest.mark.seeds(30, few=1)
 @pytest.mark.parametrize("name", [None, "killed"])
 @pytest.mark.parametrize("point", POINTS)

@@ -228,7 +228,7 @@ def test_what_cannot_be_advised(session):
         sc.advise(total, {"w": np.ones(3)}, 1.0)
 
 
-@pytest.mark.parametrize("mode", ["tried", "predicted"])
+@pytest.mark.parametrize("mode", ["predicted", pytest.param("tried", marks=pytest.mark.slow)])
 def test_served_variables_stay_as_they_are(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(measuring, "SIZES", (1 << 10, 1 << 14))
     if mode == "predicted":
