@@ -65,7 +65,8 @@ def first_steps() -> str:
     """What the check of a loaded program costs the steps beside it."""
     found = result("first_steps")
     ratio = found.ratio("first ten steps, 24 layers", "checked in the background")
-    return f"The first ten steps took {ratio} of what they take unchecked. {found.source()}\n"
+    about = "Time of the first ten steps with the check in the background, relative to without it"
+    return f"{about}: {ratio}. {found.source()}\n"
 
 
 def cold() -> str:
@@ -82,8 +83,8 @@ def cold() -> str:
             rows.append((f"{shown}, {state}", *(each.ratio(name, ours) for each in results)))
     header = ("from the first call to the last result", *(each.versions for each in results))
     about = (
-        "Cold: beside plain `jax.jit`; warm: beside JAX's persistent cache, all its thresholds at "
-        "zero."
+        "Ratios of times. Cold: to plain `jax.jit`. Warm: to JAX's persistent cache with all its "
+        "thresholds at zero."
     )
     return table(header, rows) + f"\n{about} {results[0].source()}\n"
 
@@ -93,12 +94,12 @@ def shared_cache() -> str:
     found, rows = result("remote_cache"), []
     contenders = {
         "directory, warm": "the directory of an earlier start",
-        "shared, 0 ms": "shared cache",
-        "shared, 20 ms": "answers 20 ms later",
-        "shared, 50 ms": "answers 50 ms later",
-        "shared, empty, 50 ms": "the same, and it holds nothing",
-        "shared, refuses": "refuses connections",
-        "shared, hangs": "never answers",
+        "shared, 0 ms": "only a shared cache, on this machine",
+        "shared, 20 ms": "only one that answers 20 ms later",
+        "shared, 50 ms": "only one that answers 50 ms later",
+        "shared, empty, 50 ms": "only one that answers 50 ms later, and is empty",
+        "shared, refuses": "only one that refuses connections",
+        "shared, hangs": "only one that never answers",
     }
     cases = list(dict.fromkeys(case for case, _ in found.by_name))
     for name, shown in contenders.items():
@@ -108,7 +109,10 @@ def shared_cache() -> str:
             waited = f"{waits['median']:.2f} s" if name.startswith("shared") else ""
             cells += [found.ratio(case, name), waited]
         rows.append((shown, *cells))
-    header = ["an empty directory, and", *(each for case in cases for each in (case, "waits"))]
+    header = [
+        "the start finds",
+        *(each for case in cases for each in (case, "waits")),
+    ]
     return table(header, rows) + f"\n{found.source()}\n"
 
 
@@ -151,8 +155,8 @@ def reads() -> str:
     header = ("policy", "MB from the host", "MB between devices")
     row = _moved(devices=8, readers="4 calls", read="each version", route="gather")
     about = (
-        f"Without staleness and codes {_megabytes(row['lower_bound_bytes'])} MB have to cross: two "
-        "versions. Bytes are counted, not timed, so they are the same on each machine. "
+        f"Without staleness and compression, {_megabytes(row['lower_bound_bytes'])} MB must cross "
+        "the host's link: two versions. Bytes are counted, so they are the same on every machine. "
         "`python -m benchmarks.transfers`"
     )
     return table(header, rows) + f"\n{about}\n"
@@ -165,7 +169,7 @@ def saved() -> str:
     most, least = (row["host_link_bytes"] for row in (every, best))
     return (
         f"Eight devices, four readers, eight steps, two versions: {_megabytes(least)} MB over the "
-        f"host's link in the place of {_megabytes(most)} MB, {most / least:.0f} times less. "
+        f"host's link instead of {_megabytes(most)} MB, {most / least:.0f} times less. "
         "`python -m benchmarks.transfers`\n"
     )
 
@@ -180,8 +184,9 @@ def advice() -> str:
     errors = ("within 25 %", "two rounds", "median error")
     header = ("", "policies", *errors, "median regret", "largest")
     about = (
-        "Within 25 %: predicted and measured; beside it the first and the last round of a policy. "
-        "Regret is the time of the chosen policy beyond that of the best one."
+        "Within 25 %: policies whose measured time is that close to the predicted one. Two rounds: "
+        "policies whose first and last measured times are that close to each other. Regret: how "
+        "much longer the chosen policy takes than the best one."
     )
     return table(header, rows) + f"\n{about} {found.source()}\n"
 
@@ -194,7 +199,7 @@ def prefetch() -> str:
         ahead = found.ratio(case, "fetched ahead")
         rows.append((case, found.ratio(case, "a read"), ahead))
     header = ("devices, the step, route, size", "a read", "`prefetch=True`")
-    about = "Beside a step that reads nothing. Where a step waits, it leaves the cores to the copy."
+    about = "Ratios to a step that reads nothing. A step that waits leaves the cores to the copy."
     return table(header, rows) + f"\n{about} {found.source()}\n"
 
 
