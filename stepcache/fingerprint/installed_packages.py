@@ -20,14 +20,12 @@ from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
 from stepcache.fingerprint.module_contents import PROCESS_BEGAN_NS, content_of
 from stepcache.fingerprint.name_meanings import (
-    OF_THREAD,
     Meaning,
     class_text,
     is_held_whole,
     is_own_dependency,
     members_of,
     text_of,
-    thread_text,
 )
 from stepcache.fingerprint.provenance import file_of_module
 from stepcache.fingerprint.recorder import OF_JAX
@@ -93,13 +91,11 @@ def _has_compiled_code(package: str) -> bool:
 def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
     """The dependencies among some names of modules that hold something else in each thread."""
     found = {}
-    for module, read in names.items():
-        if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
-            space = vars(sys.modules[module])
-            for name in read.split():
-                value: Any = space.get(name)
-                if issubclass(type(value), threading.local):
-                    found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
+    with _lock:
+        for module, read in names.items():
+            if module in _states:
+                for meaning in _states[module].known(read):
+                    found |= meaning.in_this_thread()
     return found
 
 
@@ -133,15 +129,20 @@ class _ModuleState:
             self._look_at([name for name in names if name not in self._meanings])
             meanings = [self._meanings[name] for name in names]
             token = digest(meaning.text for meaning in meanings)
-            known = token, [each for each in meanings if each.dependencies or each.values]
+            known = token, [e for e in meanings if e.dependencies or e.values or e.locals]
             if self._unsteady.isdisjoint(names):
                 self._known[read] = known
         token, notable = known
         for meaning in notable:
             walk.dependencies.update(meaning.dependencies)
+            walk.dependencies.update(meaning.in_this_thread())
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"{NAMES_OF}{self._name}", token)
+
+    def known(self, read: str) -> list[Meaning]:
+        """What some names meant when they were last looked at."""
+        return [self._meanings[name] for name in read.split() if name in self._meanings]
 
     def look(self) -> None:
         """Looks at all names anew where some object was replaced: a cache may just have grown."""
@@ -198,8 +199,7 @@ class _ModuleState:
         if issubclass(type(value), type):
             of_class = _meaning_of_class(value, self._has_state)
             meaning.text += f"\n{of_class.text}"
-            meaning.dependencies += of_class.dependencies
-            meaning.values += of_class.values
+            meaning.add(of_class)
         elif is_own_dependency(name, value, text, self._name.partition(".")[0]):
             meaning.once(path, text)
         is_steady = self._is_steady(value)

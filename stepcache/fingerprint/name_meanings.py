@@ -9,6 +9,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,17 +39,29 @@ class Meaning:
         text: the meaning, as far as it can be told in words.
         dependencies: what is worth a dependency of its own: name and token.
         values: path and value of what is the user's and has to be followed.
+        locals: path and value of what holds something else in each thread.
     """
 
     text: str = ""
     dependencies: tuple[tuple[str, str], ...] = ()
     values: tuple[tuple[str, Any], ...] = ()
+    locals: tuple[tuple[str, threading.local], ...] = ()
 
     def once(self, path: str, text: str) -> None:
         self.dependencies += ((path, text),)
 
     def value(self, path: str, value: Any) -> None:
         self.values += ((path, value),)
+
+    def add(self, other: Meaning) -> None:
+        """Adds what another one has beside its text."""
+        self.dependencies += other.dependencies
+        self.values += other.values
+        self.locals += other.locals
+
+    def in_this_thread(self) -> dict[str, str]:
+        """Dependencies on what `locals` hold in this thread."""
+        return {f"{path}{_OF_THREAD}": _thread_text(value) for path, value in self.locals}
 
 
 def is_held_whole(value: Any, deepest: int = 4) -> bool:
@@ -204,8 +217,10 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
     if issubclass(kind, threading.local) and not has_state:
-        notes.once(f"{path}{OF_THREAD}", thread_text(value))
+        notes.locals += ((path, value),)
         return kind.__qualname__
+    if kind is ContextVar and not has_state:
+        return f"ContextVar {_context_text(value)}"
     text = kind.__qualname__
     if callable(value) or issubclass(kind, staticmethod | classmethod | property):
         text = _callable_text(notes, path, value)
@@ -229,15 +244,25 @@ def _may_have_state(value: Any) -> bool:
     return not known and origin_of(kind) == INSTALLED
 
 
-def thread_text(value: threading.local) -> str:
-    """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
+def _thread_text(value: threading.local) -> str:
+    """What is kept for this thread, such as flax's rules of axes."""
     # Python itself keeps `__orig_class__` there, once the thread has an object.
     kept = sorted(vars(value).copy().items())
-    texts = ((name, container_text(each)) for name, each in kept if not name.startswith("__"))
+    texts = ((name, _kept_text(each)) for name, each in kept if not name.startswith("__"))
     return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
 
 
-OF_THREAD = " (in this thread)"
+def _context_text(variable: ContextVar) -> str:
+    return _kept_text(variable.get(None))
+
+
+def _kept_text(value: Any) -> str:
+    """What a thread or a context has: all of a plain value, of any other what is plain inside."""
+    text = container_text(value)
+    return text or f"{qualified_name(type(value))} {digest(_follow(None, '', value))}"
+
+
+_OF_THREAD = " (in this thread)"
 # As before, or after, any use.
 _EMPTY = frozenset("None list() dict() tuple() set() deque()".split())
 
@@ -256,10 +281,11 @@ def _container_text(notes: Meaning, path: str, value: Any, has_state: bool) -> s
     return f"{text}, {digest(settings)}" if settings else text
 
 
-def _follow(notes: Meaning, path: str, value: Any) -> list[str]:
+def _follow(notes: Meaning | None, path: str, value: Any) -> list[str]:
     """Notes what of the user's is inside a value. Returns the plain values inside, by their names.
 
     A cache that is filled in passing may hold plain values too, but under objects or in a row.
+    Without `notes`, what is the user's is gone through, too.
     """
     settings = []
     seen, level = {id(value)}, [_Part("", value)]
@@ -270,7 +296,15 @@ def _follow(notes: Meaning, path: str, value: Any) -> list[str]:
                 settings += [f"{part.place} {text}"] if part.is_named and not part.in_row else []
             elif id(part.value) not in seen:
                 seen.add(id(part.value))
-                if _is_users(part.value):
+                kind = type(part.value)
+                if kind is ContextVar:
+                    settings.append(f"{part.place} {_context_text(part.value)}")
+                elif notes is None:
+                    settings.append(f"{part.place} {_name(part.value)}")
+                    below.append(part)
+                elif issubclass(kind, threading.local):
+                    notes.locals += ((f"{path}{part.place}", part.value),)
+                elif _is_users(part.value):
                     notes.value(f"{path}{part.place}", part.value)
                 else:
                     below.append(part)
@@ -296,14 +330,17 @@ def _parts(owner: _Part) -> Iterator[_Part]:
         has_order = not issubclass(kind, set | frozenset)
         for number, each in enumerate(list(value) if has_order else sorted(value, key=_name)):
             yield _Part(f"{where}[{number}]", each, is_named and has_order, in_row=True)
-    is_object = origin_of(kind) == INSTALLED or kind is types.SimpleNamespace
+    is_object = origin_of(kind) != PYTHON or kind is types.SimpleNamespace
     if is_object and instances.is_shown(kind) and not issubclass(kind, type):
         for name, each in instances.attributes_of(value).items():
             yield _Part(f"{where}.{name}", each, is_named)
 
 
 def _name(value: Any) -> str:
-    return qualified_name(value if callable(value) else type(value))
+    """The name of a function or a class; of any other value, that of its class."""
+    kind = type(value)
+    named = issubclass(kind, types.FunctionType | types.BuiltinFunctionType | type)
+    return qualified_name(value if named else kind)
 
 
 def _is_users(value: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import ctypes
+import functools
 import logging
 import operator
 import sys
@@ -43,7 +45,7 @@ SOON: Any = object()
 
 
 def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in another thread, under this thread's settings of JAX, until `undoing` ends.
+    """Runs `work` in another thread, in this one's context and JAX settings, until `undoing` ends.
 
     Where no thread can be started, and within a build that a signal has interrupted, whose locks
     the thread would wait for, `work` runs here, at the end. After it the future is done, unless
@@ -52,13 +54,14 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
     settings = jaxcompat.carried_settings()
     future: Future[T] = Future()
 
-    def run() -> None:
+    def work_here() -> None:
         try:
             with settings:
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
+    run = functools.partial(contextvars.copy_context().run, work_here)
     # This thread comes back from XLA while the other one is in Python.
     _process_hooks.switch_quickly(undoing)
     wait = run

@@ -8,6 +8,7 @@ new trace says whether it matters.
 from __future__ import annotations
 
 import collections
+import contextvars
 import difflib
 import logging
 import threading
@@ -151,7 +152,7 @@ class Checks:
             A function that has the trace begin at a time given as by `time.perf_counter`, under the
             settings of JAX that hold now in this thread.
         """
-        settings = jaxcompat.carried_settings()
+        settings, context = jaxcompat.carried_settings(), contextvars.copy_context()
 
         def verify_at(due: float) -> None:
             def job() -> Any:
@@ -161,7 +162,7 @@ class Checks:
                 if late < 0 or not quiet:
                     return LATER
                 with settings, quick_switching():
-                    self._verify(cache, request, archive, resolution)
+                    context.run(self._verify, cache, request, archive, resolution)
                 return None
 
             archive.verifier.submit(job)

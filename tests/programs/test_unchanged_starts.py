@@ -216,6 +216,71 @@ def test_what_a_package_keeps_for_one_thread(install, tmp_path):
         start(source.replace("factor = 2", "factor = 3"), "thread_pkg", tmp_path)
 
 
+KEEPS_OBJECTS = """
+    import contextvars, threading
+
+    class Policy:
+        def __init__(self, factor):
+            self.factor = factor
+
+    class Manager:
+        shared = threading.local()
+
+        def __init__(self):
+            self.local, self.context = threading.local(), contextvars.ContextVar("its")
+
+    class Stacks(threading.local):
+        def __init__(self):
+            self.policies = [Policy(1)]
+
+    kept, manager, stacks = threading.local(), Manager(), Stacks()
+    number, policy = (contextvars.ContextVar(name, default=1) for name in ("number", "policy"))
+
+    def scale(x):
+        return x * FACTOR
+"""
+
+
+@pytest.mark.parametrize(
+    ("set_to", "read"),
+    [
+        ("kept.policy = pkg.Policy(2)", "getattr(kept, 'policy', Policy(1)).factor"),
+        ("kept.policies = [pkg.Policy(2)]", "getattr(kept, 'policies', [Policy(1)])[-1].factor"),
+        ("stacks.policies.append(pkg.Policy(2))", "stacks.policies[-1].factor"),
+        ("stacks.policies[0].factor = 2", "stacks.policies[0].factor"),
+        ("manager.local.factor = 2", "getattr(manager.local, 'factor', 1)"),
+        ("manager.shared.factor = 2", "getattr(Manager.shared, 'factor', 1)"),
+        ("manager.context.set(2)", "manager.context.get(1)"),
+        ("number.set(2)", "number.get()"),
+        ("policy.set(pkg.Policy(2))", "getattr(policy.get(), 'factor', 1)"),
+        ("kept.mine = Mine(2)", "getattr(kept, 'mine', Policy(1)).factor"),
+    ],
+)
+def test_objects_that_a_package_keeps_for_one_thread_or_context(install, tmp_path, set_to, read):
+    """The thread that verifies has not set them: that is no change."""
+    install("kept_pkg", {"__init__.py": KEEPS_OBJECTS.replace("FACTOR", read)})
+    source = f"""
+    import kept_pkg as pkg
+
+    class Mine:
+        def __init__(self, factor):
+            self.factor = factor
+
+    pkg.{set_to}
+
+    @sc.step
+    def step(x):
+        return pkg.scale(x)
+    """
+    start(source, "kept_pkg", tmp_path)
+    for _ in range(2):
+        again = start(source, "kept_pkg", tmp_path, verify="background")
+        assert levels(again) == WITHOUT_A_TRACE, again.step.last_miss
+    edited = source.replace("(2)", "(3)").replace("= 2", "= 3")
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(edited, "kept_pkg", tmp_path)
+
+
 KEEPS_WHAT_LIVES = {
     "__init__.py": """
     import weakref
