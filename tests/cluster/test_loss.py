@@ -4,11 +4,17 @@ import functools
 import os
 import subprocess
 import time
+import traceback
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stepcache.distributed import pod_events
+from stepcache.distributed.agreement import Round
+from stepcache.distributed.loss import Loss
+from stepcache.errors import RankLostError
+from stepcache.jaxcompat.coordination import Unreachable
 from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
@@ -656,3 +662,13 @@ def test_ranks_that_have_ended_are_not_waited_for():
     started = time.monotonic()
     events.leave(set(), 20.0)
     assert time.monotonic() - started < 10
+
+
+def test_a_loss_is_shown_without_the_call_that_failed_of_it():
+    nothing: Any = None
+    loss = Loss(1, nothing, nothing)
+    agreement: Any = object.__new__(Round)
+    agreement._watch = SimpleNamespace(loss=loss, lose_service=lambda why: loss.note([0], why))
+    with pytest.raises(RankLostError) as raised, agreement._losses_raised():
+        raise Unreachable("a process is lost")
+    assert "Unreachable" not in "".join(traceback.format_exception(raised.value))
