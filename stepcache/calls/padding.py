@@ -115,10 +115,13 @@ class Padder:
             group = _Group(pad, size, padded, self._split(pad, path, leaf, padded))
             fill = functools.partial(_filled, axis=pad.axis, padded=group.padded, row=row)
             self._change(pad, values, keywords, fill)
-            for name, make in ((pad.mask, lambda: group.mask), (pad.count, lambda: np.int32(size))):
+            made: list[tuple[str | None, Any]] = [(pad.count, np.int32(size))]
+            if pad.mask is not None:
+                made.append((pad.mask, group.mask))
+            for name, value in made:
                 if name is not None:
                     self._check_not_passed(name, args, kwargs)
-                    keywords[name] = make()
+                    keywords[name] = value
             groups.append(group)
         return tuple(values), keywords, groups
 

@@ -301,7 +301,8 @@ def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, t
     """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
     ranks = run_pod(tmp_path, AWAY, 3)[1:]
     assert [rank.code for rank in ranks] == [-6, -6]
-    assert any([says_who_has_gone(rank, 0) for rank in ranks]), [rank.output for rank in ranks]
+    says = [says_who_has_gone(rank, 0) for rank in ranks]
+    assert any(says), [rank.output for rank in ranks]
 
 
 MISTAKE = """

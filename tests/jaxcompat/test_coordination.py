@@ -216,9 +216,9 @@ def test_the_end_of_a_coordinator_is_seen_at_once(monkeypatch):
     for _ in range(5):
         listener = socket.create_server(("127.0.0.1", 0))
         state.global_state.coordinator_address = f"127.0.0.1:{listener.getsockname()[1]}"
-        seen = []
+        seen, limit = [], time.monotonic() + 30
 
-        def watch(seen=seen, limit=time.monotonic() + 30):
+        def watch(seen=seen, limit=limit):
             coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
             seen.append(time.monotonic())
 
