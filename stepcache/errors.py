@@ -228,4 +228,4 @@ def _instead_of(url: str, error: type[StepCacheError]) -> str:
 
 def first_line(error: BaseException | None) -> str:
     """Returns an error as one line: its class, and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")

@@ -57,7 +57,7 @@ def parts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
             where=f"mesh axis {quoted(axes)}",
             expected="the same number of shards on each process",
             got=", ".join(f"rank {rank}: {len(starts)}" for rank, starts in sorted(held.items())),
-            hint="jax.make_mesh orders devices in this way",
+            hint="give each process as many devices; jax.make_mesh orders them in this way",
         )
     return total // counts.pop()
 

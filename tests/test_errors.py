@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import stepcache as sc
-from stepcache.errors import warn
+from stepcache.errors import first_line, warn
 
 DETAILS = {"where": "here", "expected": "this", "got": "that", "hint": "another"}
 ERRORS = [
@@ -54,3 +54,10 @@ def test_a_warning_of_a_thread_is_logged_where_the_user_turns_warnings_into_erro
         assert not caplog.messages
         pool.submit(exec, code["ours"], names).result()
     assert caplog.messages == ["a reason"]
+
+
+def test_an_error_as_one_line_ends_without_a_colon():
+    """It is a part of other sentences."""
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert first_line(ValueError("these differ:\n  a")) == "ValueError: these differ"
+    assert first_line(ValueError("one\ntwo")) == "ValueError: one"

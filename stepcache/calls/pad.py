@@ -27,6 +27,9 @@ class Pad:
     own. They are cut from outputs whose size depends on the padded axis, but not from a carry. The
     function must mask sums and means over rows.
 
+    In a pod, each process pads its part of a batch, and the mask covers all parts. All processes
+    must come to the same size: if their parts differ in size, give one size that fits all.
+
     Attributes:
         argument: name of the argument, or names of several with equal sizes. "batch/tokens" pads
             only the part of `batch` at this path.
@@ -35,7 +38,7 @@ class Pad:
             that splits the batch over d devices).
         mask: name of an argument of the function that the step fills in, so calls must not pass
             it: a bool array of the padded size, True for the caller's rows.
-        count: the same for an int32, the number of the caller's rows.
+        count: the same for an int32, the number of the caller's rows. Not for parts of a pod.
         check: for debugging. At each new size, the function runs twice, without donation and with
             different added rows; outputs that differ raise `PaddingError`.
 

@@ -25,6 +25,13 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def is_placed(leaf: Any) -> bool:
+    """Returns whether an array is placed already, so that a session does not place it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding is not None
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
 def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
     """Returns a tree with arrays replaced: those that have an axis, at or below a path.
 

@@ -13,25 +13,51 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from stepcache.calls.carry import argument_of
 from stepcache.calls.context import Scope
 from stepcache.calls.pad import Pad
-from stepcache.calls.padded_arrays import changed, filled, is_array, kept, mask_of, with_size
+from stepcache.calls.padded_arrays import (
+    changed,
+    filled,
+    is_array,
+    is_placed,
+    kept,
+    mask_of,
+    with_size,
+)
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import PaddingError
 from stepcache.variables.variables import Variables
 
 _KEYS_REMEMBERED = 1024
+_NEED_THE_WHOLE = (
+    ("count", "take mask= instead, whose sum is the number of all rows"),
+    ("check", "check the padding in a run of one process"),
+)
 
 
 class _Group(NamedTuple):
-    """One `Pad` in a call: the size of its axis, and the padded size."""
+    """One `Pad` in a call: the size of its axis, and the padded size.
+
+    `split` is None if the call passes the whole axis. If the process of a pod passes its part, it
+    places an axis of all parts.
+    """
 
     pad: Pad
     size: int
     padded: int
+    split: NamedSharding | None = None
+
+    @property
+    def mask(self) -> Any:
+        """The mask of the axis; in a pod, of all parts of it."""
+        mask = mask_of(self.size, self.padded)
+        if self.split is None:
+            return mask
+        return jax.make_array_from_process_local_data(self.split, mask)
 
 
 class Padder:
@@ -74,43 +100,69 @@ class Padder:
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         args, kwargs, groups = self._padded(args, kwargs)
-        return self._cut(self._engine().eval_shape(args, kwargs), args, kwargs, groups)
+        shapes = self._engine().eval_shape(args, kwargs | _own_masks(groups))
+        return self._cut(shapes, args, kwargs, groups)
 
     def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
         """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
         values, keywords, groups = list(args), dict(kwargs), []
         for pad in self._spec.pads:
-            size = self._size(pad, values, keywords)
-            if size is None:
+            found = self._size(pad, values, keywords)
+            if found is None:
                 continue
-            group = _Group(pad, size, pad.padded_size(size, self._parts(pad)))
+            size, path, leaf = found
+            padded = pad.padded_size(size, self._parts(pad))
+            group = _Group(pad, size, padded, self._split(pad, path, leaf, padded))
             fill = functools.partial(_filled, axis=pad.axis, padded=group.padded, row=row)
             self._change(pad, values, keywords, fill)
-            mask = mask_of(size, group.padded)
-            for name, made in ((pad.mask, mask), (pad.count, np.int32(size))):
+            made: list[tuple[str | None, Any]] = [(pad.count, np.int32(size))]
+            if pad.mask is not None:
+                made.append((pad.mask, group.mask))
+            for name, value in made:
                 if name is not None:
                     self._check_not_passed(name, args, kwargs)
-                    keywords[name] = made
+                    keywords[name] = value
             groups.append(group)
         return tuple(values), keywords, groups
 
-    def _size(self, pad: Pad, args: list, kwargs: dict) -> int | None:
-        """The size of the axis; None without arrays. Raises `PaddingError` if sizes differ."""
-        sizes: dict[int, str] = {}
+    def _size(self, pad: Pad, args: list, kwargs: dict) -> tuple[int, str, Any] | None:
+        """The size of the axis, and the first array with its path; None without arrays.
+
+        Raises `PaddingError` if sizes differ.
+        """
+        sizes: dict[int, tuple[str, Any]] = {}
 
         def see(path: str, leaf: Any) -> Any:
-            sizes.setdefault(leaf.shape[pad.axis], path)
+            sizes.setdefault(leaf.shape[pad.axis], (path, leaf))
             return leaf
 
         self._change(pad, [*args], dict(kwargs), see)
         if len(sizes) > 1:
-            (a, first), (b, second), *_ = sizes.items()
+            (a, (first, _)), (b, (second, _)), *_ = sizes.items()
             raise pad._error(
                 f"arrays that are padded together differ in size along axis {pad.axis}",
                 got=f"{a} at {first}, {b} at {second}",
                 hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
             )
-        return next(iter(sizes), None)
+        return next(((size, *first) for size, first in sizes.items()), None)
+
+    def _split(self, pad: Pad, path: str, leaf: Any, padded: int) -> NamedSharding | None:
+        """Returns where a session places an axis of which this process of a pod passes its part.
+
+        None if it passes the whole axis. Raises `PaddingError` for options that need the whole.
+        """
+        placer = self._scope().placer
+        if placer is None or jax.process_count() == 1 or is_placed(leaf):
+            return None
+        role = self._spec.parameters.role_of(path.partition("/")[0])
+        at = placer.place(path, with_size(leaf, pad.axis, padded).shape, role)
+        if at.shape[pad.axis] == padded:
+            return None
+        for option, hint in _NEED_THE_WHOLE:
+            if getattr(pad, option):
+                what = f"{option}= needs the whole axis, and each process passes its part"
+                raise pad._error(what, hint=hint)
+        return NamedSharding(placer.mesh, PartitionSpec(at.sharding.spec[pad.axis]))
 
     def _change(
         self, pad: Pad, args: list, kwargs: dict, change: Callable[[str, Any], Any]
@@ -176,13 +228,23 @@ class Padder:
             return known
         axes: list[list[tuple[int, int]]] = [[] for _ in leaves]
         for number, group in enumerate(groups):
-            found = self._shapes_at(args, kwargs, group, group.pad.other_size(group.padded))
-            if [len(each) for each in found] != [np.ndim(leaf) for leaf in leaves]:
+            at_size = functools.partial(self._shapes_at, args, kwargs, groups, group)
+            sizes = group.padded, group.pad.other_size(group.padded)
+            shapes, found = [np.shape(leaf) for leaf in leaves], at_size(sizes[1])
+            if group.split is not None:  # The outputs have the rows of all processes.
+                shapes = at_size(sizes[0])
+            if [len(each) for each in found] != [len(each) for each in shapes]:
                 what = "returns a different tree at another size: unknown which outputs to cut"
                 raise group.pad._error(f"{self._spec.name} {what}")
-            sizes = group.padded, group.pad.other_size(group.padded)
-            for at, (leaf, other) in enumerate(zip(leaves, found, strict=True)):
-                for axis, both in enumerate(zip(np.shape(leaf), other, strict=True)):
+            for at, (shape, other) in enumerate(zip(shapes, found, strict=True)):
+                for axis, both in enumerate(zip(shape, other, strict=True)):
+                    if both == sizes and group.split is not None:
+                        raise group.pad._error(
+                            f"{self._spec.name} returns an array with a row for each padded row, "
+                            "and it is unknown which rows other processes have added",
+                            hint="return sums over the rows instead, or call the step with batches "
+                            "that need no padding",
+                        )
                     if both == sizes:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
@@ -207,10 +269,13 @@ class Padder:
         return fixed, tree, tuple(map(_kind_of, leaves))
 
     def _shapes_at(
-        self, args: tuple, kwargs: dict, group: _Group, size: int
+        self, args: tuple, kwargs: dict, groups: list[_Group], group: _Group, size: int
     ) -> list[tuple[int, ...]]:
-        """Returns the shapes of outputs, without the carry, at another size of a padded axis."""
-        pad, values, keywords = group.pad, list(args), dict(kwargs)
+        """Returns the shapes of outputs, without the carry, at another size of a padded axis.
+
+        In a pod: the shapes that this process's parts would have alone.
+        """
+        pad, values, keywords = group.pad, list(args), kwargs | _own_masks(groups)
         self._change(pad, values, keywords, lambda _, leaf: with_size(leaf, pad.axis, size))
         if pad.mask is not None:
             keywords[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
@@ -252,6 +317,12 @@ def _kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Variables):
         return leaf._layout
     return (leaf.shape, leaf.dtype) if is_array(leaf) else type(leaf)
+
+
+def _own_masks(groups: list[_Group]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of masks of this process's parts, by argument."""
+    split = (group for group in groups if group.split is not None and group.pad.mask is not None)
+    return {str(group.pad.mask): jax.ShapeDtypeStruct((group.padded,), bool) for group in split}
 
 
 def _may_follow(leaf: Any, group: _Group) -> bool:

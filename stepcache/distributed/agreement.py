@@ -16,7 +16,7 @@ from typing import Any
 
 from stepcache.distributed.broadcast import Channel
 from stepcache.distributed.failure_detection import Watch
-from stepcache.errors import AgreementError
+from stepcache.errors import AgreementError, RankLostError
 from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Unreachable
 from stepcache.storage import plain
@@ -175,7 +175,10 @@ class Round:
             yield
         except Unreachable as error:
             self._watch.lose_service(str(error))
-            self._watch.loss.raise_if_known()
+            try:
+                self._watch.loss.raise_if_known()
+            except RankLostError as lost:
+                raise lost from None  # The other one is of no use to the user.
             raise
 
     def _late_error(self, late: list[list[int]], by: int, reason: str) -> AgreementError:

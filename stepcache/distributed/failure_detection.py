@@ -13,7 +13,9 @@ raise: then the error is printed and the process exits.
 
 Rank 0 runs the coordination service. When it is killed, JAX aborts all other processes within a
 fraction of a second, which Python cannot prevent. A third thread holds a connection to rank 0 and
-logs the loss before that; the main thread raises it if it runs Python code.
+logs the loss at once; the main thread raises it if it runs Python code. The abort begins about when
+the connection closes, and takes tens of milliseconds, for a stack trace. On a machine so busy that
+these threads get no CPU meanwhile, nothing is logged.
 """
 
 from __future__ import annotations

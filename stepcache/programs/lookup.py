@@ -41,7 +41,7 @@ from stepcache.fingerprint.provenance import (
 from stepcache.fingerprint.recorder import WHICH_VARIABLES, Recording
 from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.visitor import Fingerprint, Walk
-from stepcache.jaxcompat import inspection
+from stepcache.jaxcompat import default_device, inspection
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
 
 NEVER_STORED = "it cannot be stored: "
@@ -262,7 +262,9 @@ def _label_and_root(fun: Any) -> tuple[str, str]:
 def _devices_in_order(key: Key) -> tuple[Any, ...]:
     """All devices; those that the call speaks of come first, by their numbers.
 
-    So a program on the first four devices of one machine is found for the last four of another.
+    So a program on the first four devices of one machine is found for the last four of another. A
+    call that speaks of none runs on a device that each process of a pod chooses for itself: that
+    device is first there, before all of them.
     """
     numbers = {number for _, number in key.mesh[2]} if key.mesh else set()
     spoken_of = {
@@ -273,6 +275,8 @@ def _devices_in_order(key: Key) -> tuple[Any, ...]:
     platform = key.mesh[2][0][0] if key.mesh else None
     everything = jax.devices(platform) if platform else jax.devices()
     ours = {device for device in everything if device.id in numbers} | spoken_of
+    if not ours and jax.process_count() > 1:
+        return (default_device(), *everything)
     ordered = sorted(ours, key=lambda device: device.id)
     return (*ordered, *(device for device in everything if device not in ours))
 

@@ -85,9 +85,11 @@ class Preloader:
             return LATER
         with self._lock:
             keys, self._ahead = self._ahead, {}
+            own = {device.id for device in jax.local_devices()} if keys else set()
             for key in keys:
                 known = key in self._taken or key in self.preloaded
-                if not known and len(self.preloaded) < _PRELOADED_AT_MOST:
+                is_of_others = own.isdisjoint(key[1])  # Of another process of a pod, alone.
+                if not (known or is_of_others) and len(self.preloaded) < _PRELOADED_AT_MOST:
                     self.preloaded[key] = self.worker.submit(functools.partial(self._load, *key))
         return None
 

@@ -27,6 +27,13 @@ class Address(NamedTuple):
     # All devices, those of the call first: executables name theirs by position here.
     devices: tuple[Any, ...]
 
+    def positions(self, devices: Sequence[Any]) -> list[int]:
+        """Returns the positions of an executable's devices."""
+        if [*devices] == [*self.devices[:1]]:  # It may be there once more, as one of all.
+            return [0]
+        positions = {device: index for index, device in enumerate(self.devices)}
+        return [positions[device] for device in devices]
+
 
 @dataclass(slots=True)
 class Used:
@@ -116,13 +123,12 @@ class Publication(NamedTuple):
 
     def record(self, created_time: float) -> DependencyRecord:
         """What a later process needs to start without a trace. Raises `NotStorable` for none."""
-        positions = {device: index for index, device in enumerate(self.address.devices)}
         return DependencyRecord(
             self.digest,
             digest_dependencies(self.traced.dependencies),
             self.traced.dependencies,
             self.traced.used,
-            [positions[device] for device in storing.program_devices(self.run)],
+            self.address.positions(storing.program_devices(self.run)),
             storing.describe_call(self.run),
             self.traced.tree,
             [(each.name, each.type, each.size_bytes) for each in self.captured],

@@ -208,6 +208,32 @@ def test_a_coordinator_has_ended_only_where_it_took_connections_before(monkeypat
     assert not coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
 
 
+def test_the_end_of_a_coordinator_is_seen_at_once(monkeypatch):
+    """While the main thread computes: JAX aborts this process some tens of milliseconds later."""
+    state = SimpleNamespace(global_state=SimpleNamespace())
+    monkeypatch.setattr(coordination, "distributed", state)
+    seconds = []
+    for _ in range(5):
+        listener = socket.create_server(("127.0.0.1", 0))
+        state.global_state.coordinator_address = f"127.0.0.1:{listener.getsockname()[1]}"
+        seen, limit = [], time.monotonic() + 30
+
+        def watch(seen=seen, limit=limit):
+            coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
+            seen.append(time.monotonic())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        connection, _ = listener.accept()
+        listener.close(), connection.close()
+        ended = time.monotonic()
+        while not seen:
+            sum(range(10_000))
+        thread.join()
+        seconds.append(seen[0] - ended)
+    assert min(seconds) < 0.03, seconds
+
+
 @pytest.mark.parametrize("waits_in_vain, answers", [(0, True), (3, True), (1000, False)])
 def test_a_wait_that_a_suspended_process_has_missed_is_no_loss(monkeypatch, waits_in_vain, answers):
     """All the time of a suspension goes into one wait; the answer may come right after it."""

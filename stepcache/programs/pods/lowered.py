@@ -14,7 +14,7 @@ from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
 from stepcache.programs.pods.roles import without_host
 from stepcache.programs.resolution import Lowered
 from stepcache.storage import plain
-from stepcache.units import readable_ranks
+from stepcache.units import listed, readable_ranks
 
 MAX_SHOWN = 12
 
@@ -58,13 +58,13 @@ def check_lowered(round: Round, label: str, merged: bytes, lowered: Lowered | No
     sides = [ranks_in(spans) for spans in digests]
     own = lowered if round.rank in (sides[0][0], sides[1][0]) else None
     changes, lines = _explain(round, sides[0], sides[1], own)
-    more = " and more" if len(sides) == MAX_SIDES else ""
+    named = [*map(readable_ranks, sides), *["more"] * (len(sides) == MAX_SIDES)]
     raise AgreementError(
-        f"{' and '.join(map(readable_ranks, sides))}{more} lowered different programs of {label}:"
+        f"{listed(named)} lowered different programs of {label}:"
         + "".join(f"\n  {line}" for line in lines),
         changes,
         [tuple(ranks) for ranks in sides],
-        hint="what a step computes must not depend on the process that traces it",
+        hint="run the same code on all processes; what a step computes must not depend on its rank",
     )
 
 
