@@ -135,7 +135,8 @@ class _ModuleState:
         token, notable = known
         for meaning in notable:
             walk.dependencies.update(meaning.dependencies)
-            walk.dependencies.update(meaning.in_this_thread())
+            if meaning.locals:
+                walk.dependencies.update(meaning.in_this_thread())
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"{NAMES_OF}{self._name}", token)
