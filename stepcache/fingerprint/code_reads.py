@@ -1,21 +1,33 @@
-"""What code objects of installed modules read: names of modules, attributes of any object."""
+"""What code objects of libraries read: names of installed modules, attributes of any object."""
 
 from __future__ import annotations
 
+import ast
+import collections
+import contextlib
+import dataclasses
 import dis
+import enum
 import functools
+import inspect
+import logging
+import re
 import sys
 import threading
+import tokenize
 import types
+import typing
+import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepcache.fingerprint.bytecode import TRANSPARENT
-from stepcache.fingerprint.provenance import INSTALLED, origin_of, origin_of_file
+from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of, origin_of_file
 
 
 class Reads(NamedTuple):
-    """What some code objects of installed modules read, together."""
+    """What some code objects of libraries read, together."""
 
     modules: list[str]  # Those that the code comes from.
     names: dict[str, str]  # What it reads of these and of others, by module, with spaces between.
@@ -53,14 +65,14 @@ _lock = threading.RLock()
 
 
 def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType]) -> Reads:
-    """What the code objects among some that come from installed modules read.
+    """What the code objects among some that come from libraries read.
 
     Args:
         codes: from anywhere.
         of_jax: more, by identity, known to come from JAX. They are many, and mostly those of the
             trace before, in the same dictionary: it is not to be changed.
     """
-    others = (code for code in codes if origin_of_file(code.co_filename) == INSTALLED)
+    others = (code for code in codes if _is_of_library(code.co_filename))
     installed = {id(code): code for code in others if id(code) not in of_jax}
     if not (installed or of_jax):
         return _NOTHING
@@ -82,6 +94,29 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
 _NOTHING = Reads([], {}, frozenset(), frozenset(), ())
 
 
+@functools.lru_cache(maxsize=8192)
+def _is_of_library(filename: str) -> bool:
+    """Whether code of a file may read attributes of the user's objects.
+
+    Of Python's own library not what JAX's traces use for themselves.
+    """
+    origin = origin_of_file(filename)
+    return origin == INSTALLED or (origin == PYTHON and not filename.startswith(_USED_BY_TRACES))
+
+
+_USED_BY_TRACES = (
+    *(f"{Path(package.__file__).parent}/" for package in (collections, logging, re)),
+    *(
+        module.__file__
+        for module in (
+            *(ast, contextlib, dataclasses, enum, functools, inspect, threading, tokenize),
+            *(types, typing, weakref, sys.modules["_weakrefset"], sys.modules["abc"]),
+        )
+    ),
+    "<",
+)
+
+
 def _put_together(reads: list[_Read]) -> Reads:
     names: dict[str, set[str]] = {}
     for read in reads:
@@ -97,7 +132,8 @@ def _put_together(reads: list[_Read]) -> Reads:
 
 
 def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
-    module = by_file.get(code.co_filename)
+    is_pythons = origin_of_file(code.co_filename) == PYTHON
+    module = None if is_pythons else by_file.get(code.co_filename)
     found: dict[str, set[str]] = {}
     if module is not None and not _is_known_by_file(module):
         found[module] = {code.co_qualname.partition(".")[0]}

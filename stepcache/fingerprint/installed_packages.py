@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
@@ -40,6 +41,8 @@ from stepcache.jaxcompat.hooks import REPLACED
 _WITH_STATE = frozenset((*OF_JAX, "stepcache"))
 # dm-tree: its compiled code takes containers apart, and reads and keeps nothing else.
 _PURE = frozenset(("tree",))
+# Modules of these packages that keep something for each thread: how numpy prints arrays.
+_WITH_CONTEXT = frozenset(("numpy._core.arrayprint", "numpy._core.printoptions"))
 _GONE = object()
 
 
@@ -94,11 +97,12 @@ def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
     """The dependencies among some names of modules that hold something else in each thread."""
     found = {}
     for module, read in names.items():
-        if module in sys.modules and module.partition(".")[0] not in _WITH_STATE:
+        is_looked_at = module in _WITH_CONTEXT or module.partition(".")[0] not in _WITH_STATE
+        if module in sys.modules and is_looked_at:
             space = vars(sys.modules[module])
             for name in read.split():
                 value: Any = space.get(name)
-                if issubclass(type(value), threading.local):
+                if issubclass(type(value), threading.local | ContextVar):
                     found[f"{module}.{name}{OF_THREAD}"] = thread_text(value)
     return found
 
@@ -210,7 +214,7 @@ class _ModuleState:
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""
         if self._has_state:
-            return True
+            return type(value) is not ContextVar
         values = (
             [each for _, each in members_of(value)] if issubclass(type(value), type) else [value]
         )

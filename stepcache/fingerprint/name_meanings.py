@@ -9,6 +9,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -203,7 +204,7 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if kind in _WEAK:  # Its other attributes tell when something in it died.
         holds = len(value) and path.partition(".")[0] not in TRUSTED  # Flax keeps live modules so.
         return f"{kind.__qualname__} of objects" if holds else kind.__qualname__
-    if issubclass(kind, threading.local) and not has_state:
+    if kind is ContextVar or (issubclass(kind, threading.local) and not has_state):
         notes.once(f"{path}{OF_THREAD}", thread_text(value))
         return kind.__qualname__
     text = kind.__qualname__
@@ -229,8 +230,11 @@ def _may_have_state(value: Any) -> bool:
     return not known and origin_of(kind) == INSTALLED
 
 
-def thread_text(value: threading.local) -> str:
+def thread_text(value: threading.local | ContextVar) -> str:
     """What is kept for this thread, as far as that is plain, such as flax's rules of axes."""
+    if isinstance(value, ContextVar):
+        found = value.get(None)
+        return short(container_text(found) or f"a {qualified_name(type(found))}")
     # Python itself keeps `__orig_class__` there, once the thread has an object.
     state = {name: each for name, each in vars(value).items() if not name.startswith("__")}
     texts = ((name, container_text(each)) for name, each in sorted(state.items()))
