@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -22,7 +23,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepcache.fingerprint.bytecode import TRANSPARENT
+from stepcache.fingerprint.bytecode import (
+    SHOWING,
+    SHOWS_ARGUMENTS,
+    SHOWS_NAMESPACES,
+    TRANSPARENT,
+)
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of, origin_of_file
 
 
@@ -143,6 +149,10 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
+    if is_pythons and not SHOWING.isdisjoint(code.co_names):
+        asked_for.add(SHOWS_NAMESPACES)
+    if code.co_filename == argparse.__file__:
+        asked_for.add(SHOWS_ARGUMENTS)
     return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
 
 

@@ -26,6 +26,7 @@ CHANGES = [
     *hidden.BESIDE_VALUES,
     *hidden.IN_CLASSES,
     *hidden.OF_THE_PROCESS,
+    *python_library.SHOWN_OR_COMPARED,
     *python_library.READ_BY_IT,
     *python_library.KEPT_BY_IT,
     *frameworks.LOWERED,

@@ -4,6 +4,61 @@ import sys
 
 from .kinds import Kind
 
+SHOWN_OR_COMPARED = [
+    *(
+        Kind(
+            f"namespace_{name}",
+            f"""
+            import argparse, types
+            SPACE, OTHER = {kind}(rate="ab"), {kind}(rate="ab«¦c»")
+            SPACES = [SPACE]
+            def step(x): return x * ({code})
+            """,
+            "OTHER.rate",
+        )
+        for kind, name, code in (
+            ("types.SimpleNamespace", "by_repr", "len(repr(OTHER))"),
+            ("types.SimpleNamespace", "in_a_text", 'len(f"{OTHER}")'),
+            ("types.SimpleNamespace", "after_percent", 'len("%s" % OTHER)'),
+            ("types.SimpleNamespace", "that_is_equal", "2 if SPACE == OTHER else 3"),
+            ("types.SimpleNamespace", "in_a_list", "2 if OTHER in SPACES else 3"),
+            ("types.SimpleNamespace", "counted_in_a_list", "2 + SPACES.count(OTHER)"),
+            ("argparse.Namespace", "of_arguments_by_repr", "len(repr(OTHER))"),
+            ("argparse.Namespace", "of_arguments_in_a_text", 'len(f"{OTHER}")'),
+            ("argparse.Namespace", "of_arguments_that_is_equal", "2 if SPACE == OTHER else 3"),
+            ("argparse.Namespace", "of_arguments_in_a_list", "2 if OTHER in SPACES else 3"),
+        )
+    ),
+    Kind(
+        "namespace_printed_by_python",
+        """
+        import pprint, types
+        SPACE = types.SimpleNamespace(rate="«2¦33»")
+        def step(x): return x * len(pprint.pformat(SPACE))
+        """,
+        "SPACE.rate",
+    ),
+    Kind(
+        "names_in_a_namespace_of_arguments",
+        """
+        import argparse
+        SPACE = argparse.Namespace(«rate¦rates»=2)
+        def step(x): return x * (2 if "ra" + "te"[:len(x)] in SPACE else 3)
+        """,
+        "SPACE.rate",
+    ),
+    Kind(
+        "namespace_of_a_class",
+        """
+        import types
+        class Config(types.SimpleNamespace): pass
+        CONFIG = Config(rate="«2¦33»")
+        def step(x): return x * len(str(CONFIG))
+        """,
+        "CONFIG.rate",
+    ),
+]
+
 READ_BY_IT = [
     Kind(
         "keys_that_a_dict_asks_for",
@@ -26,16 +81,6 @@ READ_BY_IT = [
         def step(x): return x * json.load(SOURCE)
         """,
         "Source.read",
-    ),
-    Kind(
-        "attribute_read_by_fractions",
-        """
-        import fractions, numbers
-        class Part: numerator, denominator = «2¦3», 1
-        numbers.Rational.register(Part)
-        def step(x): return x * float(fractions.Fraction(Part()))
-        """,
-        "Part.numerator",
     ),
     Kind(
         "dialect_of_csv",
