@@ -47,7 +47,7 @@ UNSEEN = {
 # namespace of Python's: they stand among the names that code reads.
 SHOWS_NAMESPACES = "show or compare types.SimpleNamespace"
 SHOWS_ARGUMENTS = "show or compare argparse.Namespace"
-SHOWING = frozenset("repr str format print ascii index count remove".split())
+_SHOWING = frozenset("repr str format print ascii index count remove".split())
 _LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
 
 
@@ -163,7 +163,7 @@ def _shows_objects(code: CodeType, instructions: list[dis.Instruction]) -> bool:
 
     Nothing asks a namespace for its attributes where the right operand is a constant.
     """
-    if not SHOWING.isdisjoint(code.co_names):
+    if not _SHOWING.isdisjoint(code.co_names):
         return True
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, str(instruction.argval)

@@ -24,12 +24,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepcache.fingerprint.bytecode import (
-    SHOWING,
     SHOWS_ARGUMENTS,
     SHOWS_NAMESPACES,
     TRANSPARENT,
+    names_of,
 )
-from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of, origin_of_file
+from stepcache.fingerprint.dynamic_reads import READS_ANY, may_read_any
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    origin_of,
+    origin_of_file,
+    package_of,
+)
+from stepcache.fingerprint.values import TRUSTED
 
 
 class Reads(NamedTuple):
@@ -148,12 +156,35 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
-    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
-    if is_pythons and not SHOWING.isdisjoint(code.co_names):
+    if _MATCH_CLASS in code.co_code[::2]:
+        tuples = (each for each in code.co_consts if isinstance(each, tuple))
+        strings.update(each for names in tuples for each in names if isinstance(each, str))
+    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
+    if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
+        asked_for |= _asked_for_by_others(code)
+    return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
+
+
+def _asked_for_by_others(code: types.CodeType) -> set[str]:
+    """What code may ask of any object, if it is not of a framework.
+
+    What frameworks look for by computed names they look for in objects of their own classes.
+    """
+    asked_for = set(code.co_names) if "AttributeError" in code.co_names else set()
+    if may_read_any(code):
+        asked_for.add(READS_ANY)
+    if SHOWS_NAMESPACES in names_of(code).attributes:
         asked_for.add(SHOWS_NAMESPACES)
     if code.co_filename == argparse.__file__:
         asked_for.add(SHOWS_ARGUMENTS)
-    return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
+    return asked_for
+
+
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+_FRAMEWORKS = TRUSTED | frozenset(
+    "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
+    "penzai typeguard beartype wadler_lindig".split()
+)
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
@@ -172,6 +203,10 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":
         return False
+    if _MATCH_CLASS in code.co_code[::2] and any(
+        isinstance(each, tuple) and name in each for each in code.co_consts
+    ):
+        return True
     if name in code.co_consts and not (package == "jax" and name == code.co_name):
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}

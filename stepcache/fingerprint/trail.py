@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
@@ -74,7 +75,10 @@ class Trail(ABC):
 
     def read_attributes(self, names: Iterable[str]) -> None:
         """Notes attributes of the user's objects that a library is known to read."""
-        self._add(set(names))
+        read = set(names)
+        if READS_ANY in read:
+            self.reads_any_attribute()
+        self._add(read)
 
     def waiting(self, entered: Container[types.CodeType]) -> set[str]:
         """Attributes of the user's objects that no code of theirs names.
