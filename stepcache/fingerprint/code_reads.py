@@ -183,7 +183,7 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _FRAMEWORKS = TRUSTED | frozenset(
     "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
-    "penzai typeguard beartype wadler_lindig".split()
+    "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
 )
 
 
