@@ -119,9 +119,9 @@ def _is_of_library(filename: str) -> bool:
 
 
 _USED_BY_TRACES = (
-    *(f"{Path(package.__file__).parent}/" for package in (collections, logging, re)),
+    *(f"{Path(str(package.__file__)).parent}/" for package in (collections, logging, re)),
     *(
-        module.__file__
+        str(module.__file__)
         for module in (
             *(ast, contextlib, dataclasses, enum, functools, inspect, threading, tokenize),
             *(types, typing, weakref, sys.modules["_weakrefset"], sys.modules["abc"]),
