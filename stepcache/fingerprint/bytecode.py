@@ -43,6 +43,11 @@ UNSEEN = {
     "co_positions": "where code stands",
     "f_back": "the frames of running code",
 }
+# What code may do with an object to which each attribute of the object matters, if that is a
+# namespace of Python's: they stand among the names that code reads.
+SHOWS_NAMESPACES = "show or compare types.SimpleNamespace"
+SHOWS_ARGUMENTS = "show or compare argparse.Namespace"
+_SHOWING = frozenset("repr str format print ascii index count remove".split())
 _LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
 
 
@@ -104,6 +109,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
     names.accessed.update(code.co_names)
+    if _shows_objects(code, instructions):
+        names.attributes.add(SHOWS_NAMESPACES)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
     _collect_constants(constants, names, own_cells)
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
@@ -149,6 +156,27 @@ def _keywords(constants: tuple, instructions: list[dis.Instruction]) -> list[tup
         is_call = instruction.opname == "KW_NAMES" or after == "CALL_KW"  # Until 3.12, and later.
         (keywords if is_call and isinstance(constant, tuple) else others).append(constant)
     return [each for each in keywords if not any(each is other for other in others)]
+
+
+def _shows_objects(code: CodeType, instructions: list[dis.Instruction]) -> bool:
+    """Whether code may make a text of a whole object, or compare it with another one.
+
+    Nothing asks a namespace for its attributes where the right operand is a constant.
+    """
+    if not _SHOWING.isdisjoint(code.co_names):
+        return True
+    for index, instruction in enumerate(instructions):
+        operation, argument = instruction.opname, str(instruction.argval)
+        before = [each.opname for each in instructions[max(0, index - 2) : index]]
+        if operation.startswith("FORMAT_"):
+            return True
+        if operation == "CONTAINS_OP" and before[:1] != ["LOAD_CONST"]:
+            return True
+        is_equality = operation == "COMPARE_OP" and ("==" in argument or "!=" in argument)
+        is_percent = operation == "BINARY_OP" and instruction.argrepr.startswith("%")
+        if (is_equality or is_percent) and before[-1:] != ["LOAD_CONST"]:
+            return True
+    return False
 
 
 _CLASS_OF = frozenset(("type", "__class__"))

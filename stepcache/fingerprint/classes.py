@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
-from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
+from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS, SHOWS_ARGUMENTS, SHOWS_NAMESPACES
 from stepcache.fingerprint.held import CONTAINERS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
@@ -56,10 +56,23 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
     for name, each in state.items():
+        if selective and (shown := _shown_by(cls)):
+            walk.when_named(shown, f"{path}.{name}", each)
         if (selective and not is_special(name)) or (cls.__module__, name) == _RESOLVED:
             walk.when_named(name, f"{path}.{name}", each)
         else:
             walk.value(f"{path}.{name}", each)
+
+
+def _shown_by(cls: type) -> str:
+    """What stands among the names that code reads if it needs all attributes of such an object.
+
+    The methods that show and compare Python's namespaces are not the user's, so no code of theirs
+    names the attributes.
+    """
+    if issubclass(cls, types.SimpleNamespace):
+        return SHOWS_NAMESPACES
+    return SHOWS_ARGUMENTS if issubclass(cls, argparse.Namespace) else ""
 
 
 # What resolvers gave before, such as the time that hydra asks for, is named by code that asks them.

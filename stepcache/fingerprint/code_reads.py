@@ -1,21 +1,47 @@
-"""What code objects of installed modules read: names of modules, attributes of any object."""
+"""What code objects of libraries read: names of installed modules, attributes of any object."""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import collections
+import contextlib
+import dataclasses
 import dis
+import enum
 import functools
+import inspect
+import logging
+import re
 import sys
 import threading
+import tokenize
 import types
+import typing
+import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepcache.fingerprint.bytecode import TRANSPARENT
-from stepcache.fingerprint.provenance import INSTALLED, origin_of, origin_of_file
+from stepcache.fingerprint.bytecode import (
+    SHOWS_ARGUMENTS,
+    SHOWS_NAMESPACES,
+    TRANSPARENT,
+    names_of,
+)
+from stepcache.fingerprint.dynamic_reads import READS_ANY, may_read_any
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    PYTHON,
+    origin_of,
+    origin_of_file,
+    package_of,
+)
+from stepcache.fingerprint.values import TRUSTED
 
 
 class Reads(NamedTuple):
-    """What some code objects of installed modules read, together."""
+    """What some code objects of libraries read, together."""
 
     modules: list[str]  # Those that the code comes from.
     names: dict[str, str]  # What it reads of these and of others, by module, with spaces between.
@@ -53,14 +79,14 @@ _lock = threading.RLock()
 
 
 def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType]) -> Reads:
-    """What the code objects among some that come from installed modules read.
+    """What the code objects among some that come from libraries read.
 
     Args:
         codes: from anywhere.
         of_jax: more, by identity, known to come from JAX. They are many, and mostly those of the
             trace before, in the same dictionary: it is not to be changed.
     """
-    others = (code for code in codes if origin_of_file(code.co_filename) == INSTALLED)
+    others = (code for code in codes if _is_of_library(code.co_filename))
     installed = {id(code): code for code in others if id(code) not in of_jax}
     if not (installed or of_jax):
         return _NOTHING
@@ -82,6 +108,29 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
 _NOTHING = Reads([], {}, frozenset(), frozenset(), ())
 
 
+@functools.lru_cache(maxsize=8192)
+def _is_of_library(filename: str) -> bool:
+    """Whether code of a file may read attributes of the user's objects.
+
+    Of Python's own library not what JAX's traces use for themselves.
+    """
+    origin = origin_of_file(filename)
+    return origin == INSTALLED or (origin == PYTHON and not filename.startswith(_USED_BY_TRACES))
+
+
+_USED_BY_TRACES = (
+    *(f"{Path(str(package.__file__)).parent}/" for package in (collections, logging, re)),
+    *(
+        str(module.__file__)
+        for module in (
+            *(ast, contextlib, dataclasses, enum, functools, inspect, threading, tokenize),
+            *(types, typing, weakref, sys.modules["_weakrefset"], sys.modules["abc"]),
+        )
+    ),
+    "<",
+)
+
+
 def _put_together(reads: list[_Read]) -> Reads:
     names: dict[str, set[str]] = {}
     for read in reads:
@@ -97,7 +146,8 @@ def _put_together(reads: list[_Read]) -> Reads:
 
 
 def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
-    module = by_file.get(code.co_filename)
+    is_pythons = origin_of_file(code.co_filename) == PYTHON
+    module = None if is_pythons else by_file.get(code.co_filename)
     found: dict[str, set[str]] = {}
     if module is not None and not _is_known_by_file(module):
         found[module] = {code.co_qualname.partition(".")[0]}
@@ -106,8 +156,35 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
-    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings
+    if _MATCH_CLASS in code.co_code[::2]:
+        tuples = (each for each in code.co_consts if isinstance(each, tuple))
+        strings.update(each for names in tuples for each in names if isinstance(each, str))
+    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
+    if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
+        asked_for |= _asked_for_by_others(code)
     return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
+
+
+def _asked_for_by_others(code: types.CodeType) -> set[str]:
+    """What code may ask of any object, if it is not of a framework.
+
+    What frameworks look for by computed names they look for in objects of their own classes.
+    """
+    asked_for = set(code.co_names) if "AttributeError" in code.co_names else set()
+    if may_read_any(code):
+        asked_for.add(READS_ANY)
+    if SHOWS_NAMESPACES in names_of(code).attributes:
+        asked_for.add(SHOWS_NAMESPACES)
+    if code.co_filename == argparse.__file__:
+        asked_for.add(SHOWS_ARGUMENTS)
+    return asked_for
+
+
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
+_FRAMEWORKS = TRUSTED | frozenset(
+    "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
+    "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
+)
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
@@ -126,6 +203,10 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":
         return False
+    if _MATCH_CLASS in code.co_code[::2] and any(
+        isinstance(each, tuple) and name in each for each in code.co_consts
+    ):
+        return True
     if name in code.co_consts and not (package == "jax" and name == code.co_name):
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}

@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
@@ -211,7 +212,7 @@ class _ModuleState:
     def _is_steady(self, value: Any) -> bool:
         """Whether `hold` sees everything that could change what a value means."""
         if self._has_state:
-            return True
+            return type(value) is not ContextVar
         values = (
             [each for _, each in members_of(value)] if issubclass(type(value), type) else [value]
         )

@@ -219,7 +219,7 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if issubclass(kind, threading.local) and not has_state:
         notes.locals += ((path, value),)
         return kind.__qualname__
-    if kind is ContextVar and not has_state:
+    if kind is ContextVar:
         return f"ContextVar {_context_text(value)}"
     text = kind.__qualname__
     if callable(value) or issubclass(kind, staticmethod | classmethod | property):

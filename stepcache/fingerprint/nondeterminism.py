@@ -22,7 +22,7 @@ _MODULES = _by_name(
         "the process": "signal",
         "the locale of the process": "locale",
         "lines of files that may have been read before": "linecache",
-        "the file system": "tempfile glob shutil",
+        "the file system": "tempfile glob shutil mimetypes",
         "a database": "sqlite3",
         "code that is not known beforehand": "runpy",
         "the source or the frames of running code": "inspect",
@@ -53,6 +53,7 @@ _FUNCTIONS = _by_name(
         "objects whose classes are not known beforehand": "pickle.load pickle.loads _pickle.load "
         "_pickle.loads",
         "code that is not known beforehand": "builtins.eval builtins.exec builtins.compile",
+        "the overloads that exist": "typing.get_overloads",
         "where this process keeps its objects": "builtins.id",
         "the hash seed of this process": "builtins.hash",
         "what the user types": "builtins.input",

@@ -15,14 +15,17 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
+from stepcache.fingerprint.python_library import note_state
 from stepcache.fingerprint.tokens import digest
 
-# A library may read these of any object, without the user's code naming them.
+# A library may read these of any object, without the user's code naming them; `dict` asks each
+# object that it is given for its `keys`.
 _ALWAYS_READ = frozenset(
-    "shape dtype ndim size T at sharding weak_type aval nbytes itemsize".split()
+    "shape dtype ndim size T at sharding weak_type aval nbytes itemsize keys".split()
 )
 # Code that names one of these may make another object of the class of one that it has.
 _MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod".split())
@@ -72,7 +75,10 @@ class Trail(ABC):
 
     def read_attributes(self, names: Iterable[str]) -> None:
         """Notes attributes of the user's objects that a library is known to read."""
-        self._add(set(names))
+        read = set(names)
+        if READS_ANY in read:
+            self.reads_any_attribute()
+        self._add(read)
 
     def waiting(self, entered: Container[types.CodeType]) -> set[str]:
         """Attributes of the user's objects that no code of theirs names.
@@ -178,7 +184,8 @@ class Trail(ABC):
             self.blame(f"package {name}", "no installed distribution contains it")
 
     def check_pure(self, path: str, full_name: str) -> None:
-        """Blames what gives another result in each run."""
+        """Blames what gives another result in each run, and notes what is kept for the process."""
+        note_state(self, full_name)
         why = why_impure(full_name)
         if why:
             self.blame(self.reader or path, why)

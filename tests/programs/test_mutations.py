@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutations import changes, frameworks, harmless, hidden
+from mutations import changes, frameworks, harmless, hidden, python_library
 
 import stepcache
 
@@ -26,6 +26,9 @@ CHANGES = [
     *hidden.BESIDE_VALUES,
     *hidden.IN_CLASSES,
     *hidden.OF_THE_PROCESS,
+    *python_library.SHOWN_OR_COMPARED,
+    *python_library.READ_BY_IT,
+    *python_library.KEPT_BY_IT,
     *frameworks.LOWERED,
     *frameworks.TRACED_BEFORE,
     *frameworks.INSTALLED,

@@ -246,4 +246,21 @@ HARMLESS = [
         'NAMES = {"a", "b", "c", "d", "e", "f"}\n'
         'def step(x): return x * (2 if "a" in NAMES else 3)',
     ),
+    _kind(
+        "harmless_attribute_of_a_namespace_that_nobody_reads",
+        """
+        import argparse, types
+        SPACE = types.SimpleNamespace(rate=2.0, other=«1¦2»)
+        ARGUMENTS = argparse.Namespace(rate=2.0, kind="a", other=«1¦2»)
+        def step(x): return x * (SPACE.rate if ARGUMENTS.kind == "a" else ARGUMENTS.rate)
+        """,
+    ),
+    _kind(
+        "harmless_argument_that_nobody_reads_beside_texts",
+        """
+        import argparse
+        ARGUMENTS = argparse.Namespace(rate=2.0, other=«1¦2»)
+        def step(x): return x * len(f"{ARGUMENTS.rate}" + str(x.ndim))
+        """,
+    ),
 ]

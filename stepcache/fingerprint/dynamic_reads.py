@@ -1,0 +1,67 @@
+"""Whether code of an installed package may read attributes of an object that it does not name.
+
+Pure: bytecode in, an answer out. What code does with its own `self` does not count: of an object
+whose class inherits from a package's, all attributes are noted anyway.
+"""
+
+from __future__ import annotations
+
+import dis
+from types import CodeType
+
+from stepcache.fingerprint.bytecode import TRANSPARENT
+
+READS_ANY = "read any attribute"
+"""Stands among the names that code reads for all of them."""
+
+_BY_NAME = frozenset(("getattr", "hasattr", "getattr_static"))
+_OF_WHOLE = frozenset(("vars", "dir", "getmembers"))
+_BY_TEXT = frozenset(("attrgetter", "methodcaller"))
+_ALL = _BY_NAME | _OF_WHOLE | _BY_TEXT | {"__dict__"}
+_OWN = frozenset(("self", "cls", "mcs", "mcls"))
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_LOADS_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
+
+
+def may_read_any(code: CodeType) -> bool:
+    """Whether code may ask another object than its own for attributes by computed names."""
+    if _ALL.isdisjoint(code.co_names):
+        return False
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
+    for index, instruction in enumerate(instructions):
+        name = instruction.argval
+        if instruction.opname not in _LOADS_NAME or name not in _ALL:
+            continue
+        if name == "__dict__":
+            if not _is_own(instructions[index - 1], -1):
+                return True
+            continue
+        following = instructions[index + 1 :]
+        is_known = len(following) > 2 and _is_harmless(following, by_name=name in _BY_NAME)
+        if name in _BY_TEXT or not is_known:
+            return True
+    return False
+
+
+def _is_own(instruction: dis.Instruction, position: int) -> bool:
+    names = instruction.argval  # Two from Python 3.13 on.
+    name = names[position] if isinstance(names, tuple) and names else names
+    return instruction.opname.startswith("LOAD_FAST") and name in _OWN
+
+
+def _is_harmless(following: list[dis.Instruction], by_name: bool) -> bool:
+    """Whether a call reads from `self` itself, or the attribute that a constant names."""
+    if following[0].opname == "CALL":  # Without arguments.
+        return True
+    start = 1
+    while start < len(following) and following[start].opname in _ATTRIBUTE:
+        start += 1
+    if start == 1 and _is_own(following[0], 0):
+        return True
+    name, *after = following[start : start + 3] or following[:1]
+    is_constant = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
+    if not by_name or not is_constant or not after:
+        return False
+    if after[1:] and after[0].opname.startswith(("LOAD_", "BUILD_")):
+        after = after[1:]  # The default.
+    return after[0].opname.startswith("CALL")

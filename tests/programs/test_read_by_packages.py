@@ -1,0 +1,105 @@
+"""What an installed package reads of an object of the user's is a dependency, named or not."""
+
+import pytest
+
+from stepcache import jaxcompat
+from tests.programs.starts import WITHOUT_A_TRACE, levels, start
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
+)
+
+PROGRAM = """
+import argparse, types
+import read_pkg
+
+class Config: pass
+class Visitor: pass
+
+config, visitor = Config(), Visitor()
+config.factor = 2
+SPACE = types.SimpleNamespace(factor=2)
+ARGUMENTS = argparse.Namespace(factor=2)
+NAMES = "fac-tor"
+# Edited.
+
+@sc.step
+def step(x):
+    Visitor
+    return x * read_pkg.read(GIVEN)
+"""
+PACKAGE = """
+class Proxy:
+    def __init__(self, given):
+        self.given = given
+    def __getattr__(self, name):
+        return getattr(self.given, name)
+
+def read(given):
+    READ
+"""
+FACTOR = "config.factor = 3"
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "edit"),
+    [
+        ("return vars(given)['fac' 'tor']", "config", FACTOR),
+        ("return sum(given.__dict__.values())", "config", FACTOR),
+        ("return sum(getattr(given, n) for n in dir(given) if n[0] != '_')", "config", FACTOR),
+        ("return getattr(given, ''.join(['fac', 'tor']))", "config", FACTOR),
+        ("return getattr(given, 'fac' + 'tor'[:len('abc')])", "config", FACTOR),
+        ("return getattr(given[0], given[1].replace('-', ''))", "(config, NAMES)", FACTOR),
+        ("return getattr(given, 'vis' + 'it'[:2], lambda: 2)()", "visitor", "Visitor.visit = int"),
+        ("return Proxy(given).__getattr__('fac' + 'tor')", "config", FACTOR),
+        ("import operator; return operator.attrgetter('fac' + 'tor')(given)", "config", FACTOR),
+        (
+            "match given:\n        case object(factor=found): return found",
+            "config",
+            FACTOR,
+        ),
+        (
+            "try: return given.other\n    except AttributeError: return 2",
+            "config",
+            "config.other = 3",
+        ),
+        ("return 2 + (len(repr(given)) - 19)", "SPACE", "SPACE.factor = 20"),
+        ("return 2 + (len(repr(given)) - 19)", "ARGUMENTS", "ARGUMENTS.factor = 20"),
+    ],
+)
+def test_an_edit_of_what_a_package_reads_is_seen(read, given, edit, install, tmp_path):
+    install("read_pkg", {"__init__.py": PACKAGE.replace("READ", read)})
+    source = PROGRAM.replace("GIVEN", given)
+    start(source, "read_pkg", tmp_path)
+    second = start(source, "read_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+    with pytest.raises((AssertionError, TypeError, ValueError)):
+        start(source.replace("# Edited.", edit), "read_pkg", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "return Reader(given).read('factor')",
+        "return given.factor + 0 * len(vars())",
+        "return getattr(given, 'factor', None) or 2",
+    ],
+)
+def test_what_a_package_reads_of_its_own_objects_does_not_count(read, install, tmp_path):
+    package = f"""
+class Reader:
+    def __init__(self, given):
+        self.given = given
+        self.__dict__.update(more=2)
+    def read(self, name):
+        return getattr(self, "gi" + name[:0] + "ven").factor + 0 * len(vars(self))
+
+def read(given):
+    {read}
+"""
+    install("read_pkg", {"__init__.py": package})
+    source = PROGRAM.replace("GIVEN", "config")
+    start(source, "read_pkg", tmp_path)
+    edited = source.replace("# Edited.", "config.unread = 'of this run'")
+    second = start(edited, "read_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
