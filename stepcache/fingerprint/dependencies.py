@@ -7,6 +7,7 @@ where what it stands for is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from dataclasses import replace
 
@@ -138,4 +139,19 @@ def _change(name: str, old: str | None, new: str | None) -> Change:
     note = ""
     if part == "code":
         note = "not there before" if old is None else "gone" if new is None else "its code changed"
-    return Change(part, shown, old or "absent", new or "absent", note)
+    return Change(part, shown, *_where_they_differ(old or "absent", new or "absent"), note)
+
+
+def _where_they_differ(old: str, new: str) -> tuple[str, str]:
+    """Two texts; of long ones what is around their first difference."""
+    if max(len(old), len(new)) <= _LONG:
+        return old, new
+    pairs = enumerate(itertools.zip_longest(old, new))
+    start = max(0, next(at for at, (a, b) in pairs if a != b) - _SHOWN_BEFORE)
+    parts = [each[start : start + _LONG] for each in (old, new)]
+    ends = [each[start + _LONG :] for each in (old, new)]
+    shown = ["…" * (start > 0) + p + "…" * bool(e) for p, e in zip(parts, ends, strict=True)]
+    return shown[0], shown[1]
+
+
+_LONG, _SHOWN_BEFORE = 100, 40

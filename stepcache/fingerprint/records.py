@@ -14,7 +14,7 @@ from typing import Any
 from stepcache.fingerprint import classes, instances, special_kinds
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
 from stepcache.fingerprint.provenance import INSTALLED, origin_of
-from stepcache.fingerprint.tokens import ATOMS, atom, short
+from stepcache.fingerprint.tokens import ATOMS, atom
 from stepcache.fingerprint.trail import Trail
 
 _MOST_PARTS = 64
@@ -28,7 +28,7 @@ def note_record(walk: Trail, path: str, value: Any) -> bool:
     text = _Text(walk).of(value)
     if text is None:
         return False
-    walk.note(path, short(text))
+    walk.note(path, text)  # All of it: a reader wants to see what differs.
     return True
 
 

@@ -251,6 +251,18 @@ class NodeRef:
     index: int
 
 
+def test_of_long_texts_what_differs_is_shown():
+    sizes = {f"size_{number}": number for number in range(20)}
+    before, after = (
+        fingerprint(nnx.graphlib.Static(freeze(sizes | {"size_9": each}))) for each in (9, 10)
+    )
+    (change,) = differences(before.dependencies, after.dependencies)
+    assert "'size_9', 9" in change.before and "'size_9', 10" in change.after
+    assert max(len(change.before), len(change.after)) < 110
+    (change,) = differences({"it": "x" * 200}, {"it": "x" * 201})
+    assert change.before != change.after
+
+
 def test_a_class_in_an_immutable_object_is_followed():
     holder = nnx.graphlib.Static((Settings, 0))
     facts = fingerprint(holder).dependencies
