@@ -166,17 +166,21 @@ def _shows_objects(code: CodeType, instructions: list[dis.Instruction]) -> bool:
     if not _SHOWING.isdisjoint(code.co_names):
         return True
     for index, instruction in enumerate(instructions):
-        operation, argument = instruction.opname, str(instruction.argval)
-        before = [each.opname for each in instructions[max(0, index - 2) : index]]
+        operation = instruction.opname
         if operation.startswith("FORMAT_"):
             return True
-        if operation == "CONTAINS_OP" and before[:1] != ["LOAD_CONST"]:
-            return True
-        is_equality = operation == "COMPARE_OP" and ("==" in argument or "!=" in argument)
-        is_percent = operation == "BINARY_OP" and instruction.argrepr.startswith("%")
-        if (is_equality or is_percent) and before[-1:] != ["LOAD_CONST"]:
+        # How far before it the operand is loaded that may be a constant.
+        distance = 2 if operation == "CONTAINS_OP" else 1 if _compares(instruction) else 0
+        if distance and instructions[max(0, index - distance)].opname != "LOAD_CONST":
             return True
     return False
+
+
+def _compares(instruction: dis.Instruction) -> bool:
+    """Whether an instruction is `==`, `!=` or `%`."""
+    if instruction.opname == "COMPARE_OP":
+        return "==" in instruction.argrepr or "!=" in instruction.argrepr
+    return instruction.opname == "BINARY_OP" and instruction.argrepr.startswith("%")
 
 
 _CLASS_OF = frozenset(("type", "__class__"))

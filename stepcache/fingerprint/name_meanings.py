@@ -220,7 +220,8 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
         notes.locals += ((path, value),)
         return kind.__qualname__
     if kind is ContextVar:
-        return f"ContextVar {_context_text(value)}"
+        notes.once(path, text := f"ContextVar {_context_text(value)}")
+        return text
     text = kind.__qualname__
     if callable(value) or issubclass(kind, staticmethod | classmethod | property):
         text = _callable_text(notes, path, value)

@@ -54,6 +54,9 @@ _FUNCTIONS = _by_name(
         "_pickle.loads",
         "code that is not known beforehand": "builtins.eval builtins.exec builtins.compile",
         "the overloads that exist": "typing.get_overloads",
+        "which names levels of logging have": "logging.getLevelName logging.getLevelNamesMapping",
+        "which prefixes are registered": "xml.etree.ElementTree.tostring "
+        "xml.etree.ElementTree.tostringlist",
         "where this process keeps its objects": "builtins.id",
         "the hash seed of this process": "builtins.hash",
         "what the user types": "builtins.input",

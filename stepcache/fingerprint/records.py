@@ -1,7 +1,7 @@
 """How a walk looks at small immutable objects of packages: as a whole, by one text.
 
-Flax describes a module by thousands of them (`nnx.GraphDef`), and to note each of their parts would
-make the look-up of such a step several times as long.
+Flax describes a module by thousands of them (`nnx.GraphDef`). To note each of their parts would
+give four times as many dependencies, and make the look-up of such a step half as long again.
 """
 
 from __future__ import annotations

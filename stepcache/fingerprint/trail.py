@@ -19,7 +19,6 @@ from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
-from stepcache.fingerprint.python_library import note_state
 from stepcache.fingerprint.tokens import digest
 
 # A library may read these of any object, without the user's code naming them; `dict` asks each
@@ -27,6 +26,9 @@ from stepcache.fingerprint.tokens import digest
 _ALWAYS_READ = frozenset(
     "shape dtype ndim size T at sharding weak_type aval nbytes itemsize keys".split()
 )
+_OF_DIALECTS = (
+    "delimiter doublequote escapechar lineterminator quotechar quoting skipinitialspace strict"
+).split()
 # Code that names one of these may make another object of the class of one that it has.
 _MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod".split())
 
@@ -184,11 +186,23 @@ class Trail(ABC):
             self.blame(f"package {name}", "no installed distribution contains it")
 
     def check_pure(self, path: str, full_name: str) -> None:
-        """Blames what gives another result in each run, and notes what is kept for the process."""
-        note_state(self, full_name)
+        """Blames what gives another result in each run; notes what csv keeps for the process."""
+        if full_name.startswith(("csv.", "_csv.")) and self.first_time("csv"):
+            self._note_csv()
         why = why_impure(full_name)
         if why:
             self.blame(self.reader or path, why)
+
+    def _note_csv(self) -> None:
+        """Python's compiled code reads objects that are given to it as dialects."""
+        import csv  # Few steps use it.
+
+        self.read_attributes(_OF_DIALECTS)
+        self.once("csv (limit)", str(csv.field_size_limit()))
+        for name in csv.list_dialects():
+            dialect = csv.get_dialect(name)
+            found = (f"{each} {getattr(dialect, each)!r}" for each in _OF_DIALECTS)
+            self.once(f"csv (dialects)[{name!r}]", ", ".join(found))
 
     def namespace(self, space: dict[str, Any], value: Any, module: str | None = None) -> str:
         """What to call the globals of a function, or those of a module: by file, each its own."""

@@ -76,9 +76,9 @@ class Walk(Trail):
             self.blame(path, f"looking at it raised {type(error).__name__}: {error}")
 
     def _compound(self, path: str, value: Any) -> None:
-        handler = values.HANDLERS.get(type(value))
         if records.note_record(self, path, value):
             return
+        handler = values.HANDLERS.get(type(value))
         if handler is not None:
             handler(self, path, value)
         elif type(value) is types.FunctionType:

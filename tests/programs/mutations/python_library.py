@@ -146,7 +146,8 @@ KEPT_BY_IT = [
         logging.addLevelName(15, "«ab¦abc»")
         def step(x): return x * len(logging.getLevelName(15))
         """,
-        "logging (names of levels)[15]",
+        "logging.getLevelName",
+        vouched=False,
     ),
     Kind(
         "prefix_of_a_namespace",
@@ -155,7 +156,8 @@ KEPT_BY_IT = [
         tree.register_namespace("«ab¦abc»", "http://x")
         def step(x): return x * len(tree.tostring(tree.Element("{http://x}a")))
         """,
-        "xml.etree.ElementTree (prefixes)['http://x']",
+        "xml.etree.ElementTree.tostring",
+        vouched=False,
     ),
     Kind(
         "overloads",
