@@ -1048,7 +1048,7 @@ print(*counts, len(tier.quarantined), tier.size_bytes())
 
 
 @pytest.mark.parametrize(
-    ("processes", "seconds"), [(3, 1), pytest.param(8, 60, marks=pytest.mark.slow)]
+    ("processes", "seconds"), [(3, 2), pytest.param(8, 60, marks=pytest.mark.slow)]
 )
 def test_processes_that_build_load_and_evict_at_once(tmp_path, processes, seconds):
     file = tmp_path / "stress.py"
