@@ -119,6 +119,8 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
     walk.note(name, f"class({', '.join(bases)})")
     if type(cls) is not type:
         walk.follow_class(type(cls))
+        if _keeps_out_of_sight(type(cls)):
+            walk.blame(name, f"a {qualified_name(type(cls))} keeps what no attribute shows")
     if isinstance(cls, abc.ABCMeta):
         walk.note(f"{name} (registered)", ", ".join(sorted(_registered(cls, True))))
     if matched_as := [text for flag, text in _MATCHED_AS.items() if cls.__flags__ & flag]:
@@ -150,6 +152,15 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
             walk.when_named(attribute, path, value)
         else:
             walk.value(path, value)
+
+
+def _keeps_out_of_sight(metaclass: type) -> bool:
+    """Whether the classes of a compiled metaclass have fields of their own, as msgspec's do.
+
+    These are the defaults of attributes there, which no `vars` shows.
+    """
+    is_known = metaclass.__module__.partition(".")[0] in values.TRUSTED
+    return metaclass.__basicsize__ > type.__basicsize__ and not is_known
 
 
 # `Py_TPFLAGS_SEQUENCE` and `_MAPPING`, which `match` looks at; to register a class sets them.

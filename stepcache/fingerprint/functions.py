@@ -82,6 +82,8 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     _note_captured(walk, label, function, names)
     if function.__dict__:
         walk.value(f"{label}.__dict__", dict(function.__dict__))
+    for name in ("__name__", "__module__"):  # As they were set; its code has its own name.
+        walk.when_named(name, f"{label}.{name}", getattr(function, name))
     for read in names.reads:
         if read.kind == "global":
             _follow_global(walk, label, function, read)

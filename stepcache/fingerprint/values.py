@@ -11,6 +11,7 @@ import re
 import struct
 import threading
 import types
+import typing
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
@@ -151,16 +152,26 @@ def _note_repr(walk: Trail, path: str, value: Any) -> None:
     walk.note(path, short(repr(value)))
 
 
+def _note_lock(walk: Trail, path: str, value: Any) -> None:
+    walk.note(path, type(value).__name__)
+    for name in ("locked", "acquire"):
+        walk.when_named(name, f"{path}.locked()", value.locked())
+
+
 def note_alias(walk: Trail, path: str, value: Any) -> None:
-    """Notes a type that is made of others, as `list[Config]`."""
+    """Notes a type that is made of others, as `list[Config]` or a type variable with a bound."""
     parts = {name: getattr(value, name, None) for name in _PARTS_OF_ALIASES}
-    parts = {name: part for name, part in parts.items() if part is not None}
+    parts = {name: part for name, part in parts.items() if part not in _NO_PART}
     walk.note(path, type(value).__name__ if parts else short(repr(value)))
     for name, part in parts.items():
         walk.value(f"{path}.{name}", part)
 
 
-_PARTS_OF_ALIASES = ("__origin__", "__args__", "__metadata__", "__supertype__")
+_PARTS_OF_ALIASES = (
+    *("__name__", "__origin__", "__args__", "__metadata__", "__supertype__"),
+    *("__bound__", "__constraints__", "__default__"),
+)
+_NO_PART = (None, (), getattr(typing, "NoDefault", None))
 
 
 def _note_field(walk: Trail, path: str, value: Any) -> None:
@@ -196,7 +207,7 @@ HANDLERS: dict[Any, Any] = {
     staticmethod: _of_parts("__func__"),
     classmethod: _note_class_method,
     threading.local: _of_parts("__dict__"),
-    type(threading.Lock()): _of_parts(),
+    type(threading.Lock()): _note_lock,
     type(threading.RLock()): _of_parts(),
     object: _of_parts(),
     re.Pattern: _note_pattern,

@@ -304,6 +304,14 @@ def test_what_cannot_be_looked_into_is_blamed(make):
     assert fingerprint(make()).untrackable
 
 
+def test_a_class_whose_metaclass_keeps_fields_of_its_own_is_blamed():
+    class OfCompiledCode(type):
+        __basicsize__ = property(lambda metaclass: type.__basicsize__ + 8)
+
+    meta = OfCompiledCode("Meta", (type,), {})  # As msgspec's: it has the defaults of attributes.
+    assert "Meta keeps" in fingerprint(meta("Settings", (), {})).untrackable[0]
+
+
 def test_an_attribute_that_no_code_names_does_not_count():
     class Config:
         rate, other = 1, 2

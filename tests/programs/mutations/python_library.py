@@ -174,6 +174,48 @@ KEPT_BY_IT = [
         vouched=False,
     ),
     Kind(
+        "state_of_a_lock",
+        """
+        import threading
+        LOCK = threading.Lock()
+        «¦LOCK.acquire()»
+        def step(x): return x * (2 if LOCK.locked() else 3)
+        """,
+        "LOCK.locked()",
+    ),
+    *(
+        Kind(
+            f"a_type_variable_s_{name}",
+            f"""
+            from typing import Literal, NewType, TypeVar
+            KIND = {made}
+            def step(x): return x * {read}
+            """,
+            "KIND",
+        )
+        for name, made, read in (
+            ("bound", 'TypeVar("K", bound=Literal[«2¦3»])', "KIND.__bound__.__args__[0]"),
+            (
+                "constraint",
+                'TypeVar("K", Literal[«2¦3»], int)',
+                "KIND.__constraints__[0].__args__[0]",
+            ),
+            ("name", 'NewType("K«2¦3»", float)', "int(KIND.__name__[1:])"),
+        )
+    ),
+    *(
+        Kind(
+            f"{name}_that_a_function_was_given",
+            f"""
+            def f(): pass
+            f.__{name}__ = "«ab¦abc»"
+            def step(x): return x * len(f.__{name}__)
+            """,
+            f"f.__{name}__",
+        )
+        for name in ("name", "module")
+    ),
+    Kind(
         "type_of_a_file_name",
         """
         import mimetypes
