@@ -25,8 +25,8 @@ TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", 
 DYNAMIC_ACCESS = frozenset(
     "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
     "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace evolve copy "
-    "deepcopy dump dumps loads __reduce__ __reduce_ex__ __slots__ __dataclass_fields__ f_globals "
-    "f_locals modules format format_map vformat".split()
+    "deepcopy dump dumps loads __reduce__ __reduce_ex__ __slots__ __dataclass_fields__ "
+    "__attrs_attrs__ __match_args__ f_globals f_locals modules format format_map vformat".split()
 )
 # What is no part of the code, so that a change of it would not be seen.
 UNSEEN = {
@@ -109,6 +109,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
     names.accessed.update(code.co_names)
+    if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
+        names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
     if _shows_objects(code, instructions):
         names.attributes.add(SHOWS_NAMESPACES)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 import argparse
-import dataclasses
 import decimal
 import enum
 import functools
 import operator
 import re
 import types
+import typing
 from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
@@ -21,7 +21,7 @@ from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS, SHOWS_ARGUMENTS, SHOW
 from stepcache.fingerprint.held import CONTAINERS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
-from stepcache.fingerprint.trail import Trail, making
+from stepcache.fingerprint.trail import Trail, entering, making
 from stepcache.jaxcompat import inspection
 
 # What Python itself keeps in a class; none of it is the user's.
@@ -50,7 +50,7 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         return
     walk.note(path, f"a {walk.follow_class(cls)}")
     _note_content(walk, path, value)
-    selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
+    selective = is_plain(cls)
     if not selective and len(state) > 1:
         walk.note(f"{path} (order of attributes)", digest(state))
     elif len(state) > 1:
@@ -133,12 +133,13 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         walk.note(f"{name} (members)", ", ".join(cls.__members__))
         for each, member in cls.__members__.items():
             walk.value(f"{name}.{each}", member)
-    selective = is_plain(cls) and not dataclasses.is_dataclass(cls)
+    selective = is_plain(cls)
+    generated = _generated_methods(cls) if selective else frozenset()
+    if generated:
+        walk.note(f"{name} (generated)", ", ".join(sorted(generated)))
+        walk.read_attributes(_properties_among_fields(cls))
     order = tuple(each for each in vars(cls) if each not in _INTERNALS)
     walk.when_dynamic(f"{name} (order of attributes)", order)
-    matched = vars(cls).get("__match_args__")
-    if type(matched) is tuple:
-        walk.read_attributes(each for each in matched if isinstance(each, str))
     of_packages = _prefixes_of_packages(cls)
     for attribute, value in sorted(vars(cls).copy().items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
@@ -148,7 +149,13 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         path = f"{name}.{attribute}"
         if selective and attribute in _CONSTRUCTORS:
             walk.when_named(making(name), path, value)
-        elif (selective and not is_special(attribute)) or attribute.startswith(of_packages):
+        elif attribute in generated:
+            walk.when_named(entering(path), path, value)
+        elif (
+            attribute in _OF_FIELDS
+            or attribute.startswith(of_packages)
+            or (selective and not is_special(attribute))
+        ):
             walk.when_named(attribute, path, value)
         else:
             walk.value(path, value)
@@ -161,6 +168,37 @@ def _keeps_out_of_sight(metaclass: type) -> bool:
     """
     is_known = metaclass.__module__.partition(".")[0] in values.TRUSTED
     return metaclass.__basicsize__ > type.__basicsize__ and not is_known
+
+
+# What says which fields a class has: Python reads it for code that speaks of fields.
+_OF_FIELDS = frozenset(("__dataclass_fields__", "__attrs_attrs__", "__match_args__"))
+
+
+def _generated_methods(cls: type) -> frozenset[str]:
+    """The special methods that `dataclasses` or attrs have generated for a class."""
+    return frozenset(
+        name
+        for name, value in vars(cls).items()
+        if is_special(name)
+        and name not in _CONSTRUCTORS
+        and type(value) is types.FunctionType
+        and is_generated(getattr(value, "__wrapped__", value))
+    )
+
+
+def is_generated(function: Any) -> bool:
+    """Whether `dataclasses` or attrs have generated a function."""
+    code = getattr(function, "__code__", None)
+    return code is not None and (
+        code.co_filename.startswith("<attrs generated ")
+        or (code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__"))
+    )
+
+
+def _properties_among_fields(cls: type) -> list[str]:
+    """The fields that a generated `__init__` does not merely store."""
+    fields = vars(cls).get("__dataclass_fields__") or ()
+    return [each for each in fields if hasattr(type(vars(cls).get(each)), "__set__")]
 
 
 # `Py_TPFLAGS_SEQUENCE` and `_MAPPING`, which `match` looks at; to register a class sets them.
@@ -247,7 +285,12 @@ def is_plain(cls: type) -> bool:
     return all(base in _PLAIN or origin_of(base) == USER for base in cls.__mro__)
 
 
-_PLAIN = frozenset((object, types.SimpleNamespace, argparse.Namespace, *argparse.Namespace.__mro__))
+_PLAIN = frozenset(
+    (
+        *(object, types.SimpleNamespace, *argparse.Namespace.__mro__),
+        *(abc.ABC, typing.Generic, typing.Protocol),
+    )
+)
 
 
 def is_foreign(value: Any) -> bool:

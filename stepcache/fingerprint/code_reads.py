@@ -29,7 +29,7 @@ from stepcache.fingerprint.bytecode import (
     TRANSPARENT,
     names_of,
 )
-from stepcache.fingerprint.dynamic_reads import READS_ANY, may_read_any
+from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
@@ -156,7 +156,7 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
-    if _MATCH_CLASS in code.co_code[::2]:
+    if MATCH_CLASS in code.co_code[::2]:
         tuples = (each for each in code.co_consts if isinstance(each, tuple))
         strings.update(each for names in tuples for each in names if isinstance(each, str))
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
@@ -180,7 +180,6 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
     return asked_for
 
 
-_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _FRAMEWORKS = TRUSTED | frozenset(
     "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
     "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
@@ -203,7 +202,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     package = (module or "").partition(".")[0]
     if package == "jax" and name == "params":
         return False
-    if _MATCH_CLASS in code.co_code[::2] and any(
+    if MATCH_CLASS in code.co_code[::2] and any(
         isinstance(each, tuple) and name in each for each in code.co_consts
     ):
         return True

@@ -20,16 +20,19 @@ _BY_TEXT = frozenset(("attrgetter", "methodcaller"))
 _ALL = _BY_NAME | _OF_WHOLE | _BY_TEXT | {"__dict__"}
 _OWN = frozenset(("self", "cls", "mcs", "mcls"))
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOADS_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
 
 
 def may_read_any(code: CodeType) -> bool:
     """Whether code may ask another object than its own for attributes by computed names."""
-    if _ALL.isdisjoint(code.co_names):
+    if _ALL.isdisjoint(code.co_names) and MATCH_CLASS not in code.co_code[::2]:
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
     for index, instruction in enumerate(instructions):
         name = instruction.argval
+        if instruction.opname == "MATCH_CLASS" and instruction.arg:  # By `__match_args__`.
+            return True
         if instruction.opname not in _LOADS_NAME or name not in _ALL:
             continue
         if name == "__dict__":

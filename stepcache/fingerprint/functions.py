@@ -24,7 +24,7 @@ from stepcache.fingerprint.bytecode import (
     without_address,
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
-from stepcache.fingerprint.classes import is_foreign
+from stepcache.fingerprint.classes import is_foreign, is_generated
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -92,7 +92,8 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
         _follow_module(walk, label, package, imported)
     if "isEnabledFor" in names.loads or "getEffectiveLevel" in names.loads:
         walk.read_attributes((_ASKING_LOGGERS,))
-    walk.add_names(names)
+    if not (function.__name__ == "__init__" and is_generated(function)):  # It stores fields only.
+        walk.add_names(names)
 
 
 _ASKING_LOGGERS = "ask a logger"

@@ -68,11 +68,15 @@ def is_held_whole(value: Any, deepest: int = 4) -> bool:
     """Whether `Held` sees all that could change what a value means.
 
     Not of an object whose attributes may be set, nor where a package's own is in a container.
+    Python's own objects in one count as unchanging.
     """
     kind = type(value)
+    if deepest < 0:
+        return kind not in CONTAINERS or not value
     if kind in CONTAINERS:
-        parts = [part.value for part in _parts(_Part("", value))]
-        return all(_is_held_within(each, deepest) for each in parts)
+        parts = (part.value for part in _parts(_Part("", value)))
+        followed = (p for p in parts if type(p) in CONTAINERS or origin_of(type(p)) == INSTALLED)
+        return all(is_held_whole(each, deepest - 1) for each in followed)
     wrapping = (types.ModuleType, staticmethod, classmethod, property)
     is_function = callable(value) and not _may_have_state(value)
     if plain_text(value) is not None or is_function or _is_users(value):
@@ -94,13 +98,6 @@ class _Part(NamedTuple):
 
 # What Python keeps in classes of named tuples and in dataclasses.
 _UNCHANGING = (type(vars(_Part)["place"]), type(vars(Meaning)["__dataclass_params__"]))
-
-
-def _is_held_within(value: Any, deepest: int) -> bool:
-    """As `is_held_whole` of what is in a container. Python's own objects count as unchanging."""
-    if deepest and (type(value) in CONTAINERS or origin_of(type(value)) == INSTALLED):
-        return is_held_whole(value, deepest - 1)
-    return type(value) not in CONTAINERS or not value
 
 
 def is_own_dependency(attribute: str, value: Any, text: str, package: str) -> bool:

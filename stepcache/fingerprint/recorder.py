@@ -7,6 +7,7 @@ that one trace.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -29,6 +30,7 @@ from stepcache.fingerprint.callers import (
 from stepcache.fingerprint.provenance import (
     PYTHON,
     USER,
+    origin_of,
     origin_of_file,
     origin_of_module,
     package_of,
@@ -43,6 +45,12 @@ _ENVIRON: dict[CodeType, str] = {
     },
 }
 _IMPORT_MODULE = importlib.import_module.__code__
+READERS_OF_FIELDS = {
+    id(function.__code__): function.__code__
+    for function in (dataclasses.fields, dataclasses.replace, vars(dataclasses).get("_replace"))
+    if function is not None
+}
+"""What reads all fields of a dataclass, by identity: all else in `dataclasses` calls these."""
 WHICH_VARIABLES = "(names of all)"
 """Stands among the names of environment variables for what these names are."""
 
@@ -165,23 +173,44 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if code is _IMPORT_MODULE:
         _note_import(frame)
         return False
+    if id(code) in READERS_OF_FIELDS:
+        _note_reader_of_fields(code, frame)
+        return False
     made = code.co_filename.startswith("<")
     if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             return True
+        if code.co_name == "__hash__" and _is_for_caches_of_jax(frame):
+            return False
         if code.co_filename.startswith(_OF_EQUINOX):
             _note_class(code, frame)
     origin = origin_of_file(code.co_filename)
     if origin != PYTHON and is_import_hook(frame):
         return False
-    if origin == USER and is_bystander(frame):
+    if origin == USER and not made and is_bystander(frame):
         return False
     if origin != USER and not made:
         _counted[id(code)] = code
     opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
+
+
+def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
+    """Notes that all fields of an object of the user's are read; JAX has dataclasses of its own."""
+    given = frame.f_locals.get(code.co_varnames[0])
+    if origin_of(given if isinstance(given, type) else type(given)) == USER:
+        for recording in active.current():
+            recording.entered[id(code)] = code
+
+
+def _is_for_caches_of_jax(frame: FrameType) -> bool:
+    """Whether JAX asks for a hash, with which it looks into its caches alone."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_name == "__hash__":
+        caller = caller.f_back
+    return caller is not None and package_of(caller.f_code.co_filename) in OF_JAX
 
 
 _OF_EQUINOX = "<generated_"

@@ -38,6 +38,22 @@ def making(name: str) -> str:
     return f"make {name}"
 
 
+def entering(method: str) -> str:
+    """What stands among the names that code reads for a method that a trace has entered.
+
+    Those that `dataclasses` and attrs generate show, compare or hash an object: nothing names them.
+    """
+    return f"{_ENTER}{method}"
+
+
+_ENTER = "enter "
+
+
+def entered_among(names: Iterable[str]) -> set[str]:
+    """The names that stand for a method that was entered."""
+    return {name for name in names if name.startswith(_ENTER)}
+
+
 class Trail(ABC):
     """What a walk has found so far.
 

@@ -28,6 +28,7 @@ from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.dependencies import digest_dependencies
+from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -38,8 +39,9 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     state_of_file,
 )
-from stepcache.fingerprint.recorder import WHICH_VARIABLES, Recording
+from stepcache.fingerprint.recorder import READERS_OF_FIELDS, WHICH_VARIABLES, Recording
 from stepcache.fingerprint.tokens import atom, digest, plain_text
+from stepcache.fingerprint.trail import entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import default_device, inspection
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
@@ -166,6 +168,9 @@ class Lookup:
         reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()))
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
+        named |= entered_among(waiting | self._attributes)
+        if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):
+            named.add(READS_ANY)
         return Used(
             sorted(reads.asked_for | named),
             reads.modules,

@@ -45,7 +45,7 @@ from stepcache.storage.load_markers import Process
 _TRANSIENT = ("epoch", "gap", "recovering")
 _WITH_TYPES = ("create", "rows")
 _ADDING, _NOT_CONFIRMED = ("add", "apply", "rows"), (1 << 62, 0)  # After all that was confirmed.
-_CLOSING_SECONDS = 5.0
+_TOLD_SECONDS, _LEAVING_SECONDS = 5.0, 1.0
 _KEPT_SECONDS = 0.5  # How often a client that has written checks whether the host has restarted.
 
 _log = logging.getLogger("stepcache")
@@ -369,16 +369,28 @@ class Client:
         )
 
     def close(self) -> None:
-        """Closes the connection, once all writes are saved; after five seconds it warns instead."""
+        """Closes the connection once all writes are saved, or warns after `timeout` instead."""
         if self._pid != os.getpid():  # It is its parent's.
             return
         with self._lock:
             if self._is_closed:
                 return
             try:
-                self._save_until(-1, time.monotonic() + min(self._timeout, _CLOSING_SECONDS))
+                self._save_all(time.monotonic() + self._timeout)
             except (ServerLostError, VariablesError) as error:
                 _log.warning("%s is closed: %s", self.where, first_line(error))
             finally:
                 self._is_closed = True
                 self._transport.close()
+
+    def _save_all(self, deadline: float) -> None:
+        """Has all writes of this client saved, and leaves: the host will not wait for it again."""
+        try:
+            self._save_until(-1, min(deadline, time.monotonic() + _TOLD_SECONDS))
+        except ServerLostError:
+            text = "%s: %s are not saved yet: closing waits for the host, %g s at most"
+            _log.warning(text, self.where, self._unsaved, self._timeout)
+            self._save_until(-1, deadline)
+        if self._epoch is not None and self._unsaved.next > 1:
+            left = JoinRequest(self.name, "", self._unsaved.next, self._epoch)
+            self._transport.request(left, None, time.monotonic() + _LEAVING_SECONDS)

@@ -229,9 +229,9 @@ class Connection:
     def close(self) -> None:
         """Sends the sums of `every=k`, and closes the connection.
 
-        Waits, for 5 s at most, until a snapshot or an image has all writes of this process. If
-        there is none in time, the log says so; writes that it would have are lost if the host
-        crashes later.
+        Waits, for `timeout` at most, until a snapshot or an image has all writes of this process,
+        and logs after 5 s that it waits. If there is none in time, the log says so; writes that it
+        would have are lost if the host crashes, or has crashed.
 
         Raises:
             VariablesError: the host refuses a sum; the others are sent.

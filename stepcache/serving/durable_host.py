@@ -24,6 +24,7 @@ from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
 from stepcache.serving.images import CAN_IMAGE, Images
 from stepcache.serving.messages import (
+    JoinRequest,
     Refused,
     Reply,
     Request,
@@ -45,7 +46,9 @@ _KEPT_BYTES = 512 << 20  # After so many bytes of writes, an image lets clients 
 _CHANGED_BYTES = 512 << 20  # A snapshot frees this much memory of changed rows.
 _FREED_ROWS = 1024  # Between two requests: each page takes a call of the kernel.
 _TIMED_REQUESTS = 4096
-_RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS = 1.5, 5.0
+# After a crash: how long to wait for clients that no snapshot knows, and for those that have
+# written and may be alive; how often to look whether they are.
+_RECOVERY_SECONDS, _LONGEST_RECOVERY_SECONDS, _LOOK_SECONDS = 1.5, 30.0, 1.0
 _CHECK_SECONDS = 1.0  # How often to check that the directory is still there.
 
 _log = logging.getLogger("stepcache")
@@ -107,15 +110,15 @@ class DurableHost:
                 self.host = Host(epoch, allocate, ExportedRule, self._files, state)
                 self._files.remove_others({each.key for each in self.host.tables.held.values()})
                 known = host_directory.writers(self.directory)
-                alive = _alive(known or {}, state)
-                host_directory.store_writers(self.directory, alive)
+                alive, left = _alive(known or {}, state)
+                host_directory.store_writers(self.directory, {**alive, **left})
         except BaseException:
             self.close()
             raise
-        self._started = self._checked = time.monotonic()
+        self._started = self._checked = self._looked = time.monotonic()
         if not was_stopped:
             self.host.waiting_for = {*alive, *([""] if known is None else [])}
-        self._writers = set(alive)
+        self._writers = alive
         self._stored = StateWriter("snapshots", self._store, stored)
         self._kept = self._stored  # Once a write is in it, clients may forget the write.
         if has_images and CAN_IMAGE:
@@ -172,13 +175,18 @@ class DurableHost:
         return reply, blocks
 
     def _note_writer(self, message: Request, reply: Reply) -> None:
-        """Stores who writes, before the write is confirmed: after a crash the host waits for it."""
-        if isinstance(message, WriteRequest) and isinstance(reply, Written):
-            client = message.client
-            if client not in self._writers and client.isprintable() and " " not in client:
-                process = self.host.processes.get(client, "")
-                host_directory.add_writer(self.directory, client, process)
-                self._writers.add(client)
+        """Stores who writes, before the write is confirmed, and who has left with all saved.
+
+        After a crash the host waits for the others.
+        """
+        if not isinstance(message, JoinRequest | WriteRequest):
+            return
+        client, writes = message.client, isinstance(reply, Written)
+        process, known = self.host.processes.get(client, ""), self._writers.get(client)
+        has_left = bool(known) and not process
+        if has_left or (writes and known is None and client.isprintable() and " " not in client):
+            host_directory.add_writer(self.directory, client, process)
+            self._writers[client] = process
 
     def refuse_malformed(self, error: Exception) -> Refused:
         """Returns the reply to a message that cannot be decoded."""
@@ -281,13 +289,18 @@ class DurableHost:
 
     def _end_recovery(self) -> None:
         """Stops waiting for clients when their time is over."""
-        seconds = time.monotonic() - self._started
+        now = time.monotonic()
+        seconds, waiting_for = now - self._started, self.host.waiting_for
         if seconds > self._recovery_seconds:
-            self.host.waiting_for.discard("")  # Stands for clients that no snapshot knows.
-        if seconds > _LONGEST_RECOVERY_SECONDS and self.host.waiting_for:
-            missing = counted(len(self.host.waiting_for), "client")
+            waiting_for.discard("")  # Stands for clients that no snapshot knows.
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            ended = [each for each in waiting_for if _has_ended(self._writers.get(each, ""))]
+            waiting_for.difference_update(ended)
+        if seconds > _LONGEST_RECOVERY_SECONDS and waiting_for:
+            missing = counted(len(waiting_for), "client")
             _log.warning("%s did not reconnect after the crash: the host goes on without", missing)
-            self.host.waiting_for.clear()
+            waiting_for.clear()
 
     def finish(self) -> bool:
         """Writes the last snapshot, and stores that the host did not crash.
@@ -320,18 +333,28 @@ class DurableHost:
         os.close(self._lock)
 
 
-def _alive(known: Mapping[str, str], state: HostState | None) -> dict[str, str]:
+def _alive(
+    known: Mapping[str, str], state: HostState | None
+) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the clients, of two sources, that have written and whose processes may be alive.
 
-    Processes on other machines always may.
+    Processes on other machines always may. Beside them, those that have left since the snapshot.
     """
     processes = dict(known)
+    before = state.processes if state is not None else {}
     if state is not None:
         for client, last in state.applied.items():
             if last.sequence:
-                processes.setdefault(client, state.processes.get(client, ""))
-    return {
+                processes.setdefault(client, before.get(client, ""))
+    alive = {
         client: text
         for client, text in processes.items()
-        if (process := Process.parse(text)) and not (process.is_local() and process.has_ended())
+        if Process.parse(text) and not _has_ended(text)
     }
+    return alive, {client: "" for client, text in known.items() if not text and before.get(client)}
+
+
+def _has_ended(text: str) -> bool:
+    """Whether the text is that of a process of this machine that is no more."""
+    process = Process.parse(text)
+    return process is not None and process.is_local() and process.has_ended()

@@ -129,7 +129,8 @@ class JoinRequest:
 
     Attributes:
         client: a unique name of the client.
-        process: its process, as `storage.load_markers.Process` writes it.
+        process: its process, as `storage.load_markers.Process` writes it; empty if the client
+            leaves, and after a crash the host need not wait for it.
         first: number of the oldest write that the client has kept.
         complete: epoch of the host to which the client has repeated all lost writes; 0 before that.
     """

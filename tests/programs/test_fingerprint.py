@@ -441,8 +441,9 @@ class Box(Generic[T]):
 
 def test_a_generic_class_is_looked_into_by_its_attributes():
     """`typing.Generic` is written in C since Python 3.12."""
-    found = fingerprint(Box(3)).dependencies
-    assert found["it.width"] == "3"
+    box = Box(3)
+    found = fingerprint(lambda: box.width).dependencies
+    assert [found[path] for path in found if path.endswith("box.width")] == ["3"]
     assert not any("taken apart" in token for token in found.values())
 
 

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -13,7 +15,7 @@ from stepcache.serving import durable_host, host_directory
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, Refused, WriteRequest, Written
 from stepcache.serving.tables import TableType
-from stepcache.storage.load_markers import Process
+from stepcache.storage.load_markers import Process, _process_of
 from stepcache.variables.policy import RowOptimizer
 
 LAYOUT = BlockLayout([("w", [1], "float32")])
@@ -52,6 +54,33 @@ def test_it_waits_for_clients_that_may_be_alive(tmp_path, process, is_waited_for
     after.tend()
     assert after.host.waiting_for == ({"client"} if is_waited_for else set())
     assert after.host.epoch > before.host.epoch
+    after.close()
+
+
+def test_it_does_not_wait_for_a_client_that_has_left(tmp_path):
+    host = begin(tmp_path / "served")
+    write(host, "client", Process.current())  # The snapshot knows it as one that may be alive.
+    host.handle("client", JoinRequest("client", "", 2, host.host.epoch), None)
+    for _ in range(3):
+        host.close()  # Without `finish`: as a crash.
+        host = begin(tmp_path / "served")
+        assert not host.host.waiting_for
+    host.close()
+
+
+def test_it_waits_no_longer_once_the_process_of_a_client_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable_host, "_LOOK_SECONDS", 0.0)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    before = begin(tmp_path / "served")
+    write(before, "client", _process_of(child.pid))
+    before.close()
+    after = begin(tmp_path / "served")
+    after.tend()
+    assert after.host.waiting_for == {"client"}
+    child.kill()
+    child.wait()
+    after.tend()
+    assert not after.host.waiting_for
     after.close()
 
 

@@ -5,12 +5,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.serving import client
 from tests.serving.servers import LIMIT_SECONDS, run_command
 from tests.serving.workers import PLACES
 
@@ -109,6 +111,25 @@ def test_a_client_that_asks_for_nothing_sends_again_what_is_lost(engine, tmp_pat
         server.start()
         assert theirs.value["w"] == 1
     server.stop()
+
+
+def test_closing_waits_for_a_server_that_starts_again(engine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(client, "_TOLD_SECONDS", 0.2)
+    server = engine(tmp_path / "server", snapshot_seconds=3600).start()
+    tree = {"w": np.zeros(1, np.float32)}
+    with server.connect() as connection:
+        params = connection.variables("params", tree, write=sc.Write(mode="add"))
+        connection.flush()
+        params.push({"w": np.ones(1, np.float32)})
+        server.kill()
+        starting = threading.Timer(1, server.start)
+        starting.start()
+    starting.join()
+    with server.connect() as connection:
+        assert connection.variables("params", tree).value["w"] == 1
+    server.stop()
+    if server.engine == "local":  # Ray may have started it again before anybody waits.
+        assert "are not saved yet: closing waits for the host" in caplog.text
 
 
 @pytest.mark.slow

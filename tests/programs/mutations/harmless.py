@@ -70,6 +70,48 @@ HARMLESS = [
         step = Trainer().run
         """,
     ),
+    *(
+        _kind(
+            f"harmless_field_of_a_dataclass_{name}",
+            f"""
+            import abc, dataclasses, functools
+            @dataclasses.dataclass{options}
+            class Config:
+                rate: float = 3.0
+                run_dir: str = dataclasses.field(default_factory=lambda: "runs/«1¦2»")
+                saved_at: float = «1.0¦2.0»
+            config = Config()
+            class Trainer(abc.ABC):
+                def __init__(self): self.config, self.started_at = Config(), «1.0¦2.0»
+                def run(self, x): return x * self.config.rate
+            def scale(config, x): return x * config.rate
+            step = {step}
+            """,
+        )
+        for name, options, step in (
+            ("that_is_global", "", "lambda x: x * config.rate"),
+            ("that_is_captured", "(frozen=True)", "(lambda own: lambda x: x * own.rate)(config)"),
+            ("of_a_trainer", "", "Trainer().run"),
+            ("that_is_given", "", "functools.partial(scale, config)"),
+            (
+                "that_is_static",
+                "(frozen=True)",
+                "lambda x: jax.jit(scale, static_argnums=0)(config, x)",
+            ),
+        )
+    ),
+    _kind(
+        "harmless_field_of_attrs",
+        """
+        import attrs
+        @attrs.define
+        class Config:
+            rate: float = 3.0
+            run_dir: str = attrs.field(factory=lambda: "runs/«1¦2»")
+        config = Config()
+        def step(x): return x * config.rate
+        """,
+    ),
     _kind(
         "harmless_repr_of_a_dataclass",  # Which asks for its thread, in case that it is in itself.
         """

@@ -1,0 +1,134 @@
+"""Changes of one field of a dataclass, which code may read without naming it."""
+
+from .kinds import Kind
+
+_CLASS = """
+            import dataclasses, functools
+            @dataclasses.dataclass{options}
+            class Config:
+                rate: float = 1.0
+                other: float = 1.0
+            CONFIG, SAME = Config(other=«2.0¦3.0»), Config(other=2.0)
+"""
+
+
+def _kind(name, code, options="", before=""):
+    """`code` gives another number for another field."""
+    text = (
+        f"{_CLASS.format(options=options)}\n{before}\n            def step(x): return x * ({code})"
+    )
+    return Kind(f"field_of_a_dataclass_{name}", text, "CONFIG.other")
+
+
+FIELDS = [
+    _kind(name, code, options)
+    for name, code, options in (
+        ("that_is_equal", "2 if CONFIG == SAME else 3", ""),
+        ("by_its_method", "2 if Config.__eq__(CONFIG, SAME) else 3", ""),
+        ("in_a_list", "2 if CONFIG in [SAME] else 3", ""),
+        ("in_a_tuple", "2 if (1, CONFIG) == (1, SAME) else 3", ""),
+        ("by_repr", "2 if '2' in repr(CONFIG) else 3", ""),
+        ("in_a_text", "2 if '2' in f'{CONFIG}' else 3", ""),
+        ("in_a_set", "2 if CONFIG in {SAME} else 3", "(frozen=True)"),
+        ("that_is_a_key", "{SAME: 2}.get(CONFIG, 3)", "(frozen=True)"),
+        (
+            "by_its_order",
+            "2 if max(CONFIG, Config(other=2.5)) is not CONFIG else 3",
+            "(order=True)",
+        ),
+    )
+]
+FIELDS += [
+    _kind(f"by_{name}", code, before=f"            from dataclasses import {name} as read")
+    for name, code in (
+        ("astuple", "read(CONFIG)[1]"),
+        ("fields", "getattr(CONFIG, [each.name for each in read(CONFIG)][1])"),
+        ("replace", "[*vars(read(CONFIG, rate=5.0)).values()][1]"),
+    )
+]
+FIELDS += [
+    _kind(
+        "in_a_holder_of_a_function",
+        "HOLDER[0](CONFIG)[1]",
+        before="            HOLDER = [dataclasses.astuple]",
+    ),
+    _kind(
+        "by_a_pattern_without_names",
+        "read(CONFIG)",
+        before="""
+            def read(config):
+                match config:
+                    case Config(_, other): return other
+""",
+    ),
+    _kind(
+        "in_a_message_of_a_log",
+        "2 if '2' in read() else 3",
+        before="""
+            import logging
+            def read(): return logging.LogRecord("", 20, "", 1, "%s", (CONFIG,), None).getMessage()
+""",
+    ),
+    _kind(
+        "that_is_static",
+        "read(CONFIG, x)[0] / x[0]",
+        "(frozen=True)",
+        before="""
+            @functools.partial(jax.jit, static_argnums=0)
+            def read(config, x): return x * (2 if config == SAME else 3)
+""",
+    ),
+    Kind(
+        "methods_of_a_dataclass",
+        """
+        import dataclasses
+        @dataclasses.dataclass(eq=«True¦False»)
+        class Config: rate: float = 1.0
+        def step(x): return x * (2 if Config() == Config() else 3)
+        """,
+        "Config",
+    ),
+    Kind(
+        "default_of_a_field",
+        """
+        import dataclasses
+        @dataclasses.dataclass
+        class Config: rate: float = «2.0¦3.0»
+        def step(x): return x * Config.__dataclass_fields__["rate"].default
+        """,
+        "rate",
+    ),
+    Kind(
+        "factory_of_a_field",
+        """
+        import dataclasses
+        @dataclasses.dataclass
+        class Config: rates: list = dataclasses.field(default_factory=lambda: [«2.0¦3.0»])
+        def step(x): return x * Config().rates[0]
+        """,
+        "<lambda>",
+    ),
+    Kind(
+        "property_among_fields",
+        """
+        import dataclasses
+        @dataclasses.dataclass
+        class Config: rate: float = 1.0
+        def _set(config, rate): config.kept = rate * «2.0¦3.0»
+        Config.rate = property(lambda config: config.kept, _set)
+        def step(x): return x * Config(1.0).kept
+        """,
+        "_set",
+    ),
+    Kind(
+        "generated_by_attrs",
+        """
+        import attrs
+        @attrs.frozen
+        class Config: rate: float = 1.0; other: float = 1.0
+        CONFIG, SAME = Config(other=«2.0¦3.0»), Config(other=2.0)
+        def step(x): return x * (2 if CONFIG == SAME else 3)
+        """,
+        "CONFIG.other",
+    ),
+]
