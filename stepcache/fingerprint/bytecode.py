@@ -42,22 +42,24 @@ UNSEEN = {
     "co_lines": "where code stands",
     "co_positions": "where code stands",
     "f_back": "the frames of running code",
+    "cell_contents": "the variables of other functions",
 }
 # What code may do with an object to which each attribute of the object matters, if that is a
 # namespace of Python's: they stand among the names that code reads.
 SHOWS_NAMESPACES = "show or compare types.SimpleNamespace"
 SHOWS_ARGUMENTS = "show or compare argparse.Namespace"
 _SHOWING = frozenset("repr str format print ascii index count remove".split())
-_LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
+LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One chain of names that code reads: `config.optimizer.rate`."""
+    """One chain of names that code reads: `config.optimizer["rate"]`."""
 
     kind: str  # "global" or "captured".
     name: str  # The variable.
     attributes: tuple[str, ...]  # Read from it, in order.
+    keys: tuple[str, ...] = ()  # Constants by which it is then subscripted, in order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +121,11 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
-        if operation in _GLOBAL:
-            names.reads[Read("global", argument, _chain(instructions, index))] = None
-        elif operation in _CAPTURED and argument not in own_cells:
-            names.reads[Read("captured", argument, _chain(instructions, index))] = None
+        if operation in _GLOBAL or (operation in _CAPTURED and argument not in own_cells):
+            chain = _chain(instructions, index)
+            keys = _keys(instructions, index + len(chain))
+            kind = "global" if operation in _GLOBAL else "captured"
+            names.reads[Read(kind, argument, chain, keys)] = None
         elif operation in _ATTRIBUTE or operation == "IMPORT_FROM":
             names.loads.add(argument)
         elif operation == "IMPORT_NAME":
@@ -224,6 +227,19 @@ def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
     return tuple(attributes)
 
 
+def _keys(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
+    """The constants by which the value that the instruction at `index` leaves is subscripted."""
+    keys = []
+    following = instructions[index + 1 :]
+    for load, subscript in zip(following[::2], following[1::2], strict=False):
+        is_constant = load.opname == "LOAD_CONST" and isinstance(load.argval, str)
+        is_read = subscript.opname == "BINARY_SUBSCR" or subscript.argrepr == "[]"
+        if not (is_constant and is_read) or subscript.is_jump_target:
+            break
+        keys.append(load.argval)
+    return tuple(keys)
+
+
 def _collect_import(
     instructions: list[dis.Instruction], index: int, names: Names, bound: dict
 ) -> None:
@@ -296,7 +312,7 @@ def _feed_code(code: CodeType, hasher: Any) -> None:
 def _variables_that_count(code: CodeType) -> tuple:
     """The parameters, by which code is called; of other local variables only their number."""
     variables = tuple(map(without_address, itertools.count(), code.co_varnames))
-    if not _LOCAL_ACCESS.isdisjoint(code.co_names):
+    if not LOCAL_ACCESS.isdisjoint(code.co_names):
         return variables
     flags = code.co_flags
     count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)

@@ -166,8 +166,9 @@ def _keeps_out_of_sight(metaclass: type) -> bool:
 
     These are the defaults of attributes there, which no `vars` shows.
     """
+    plain: type = type
     is_known = metaclass.__module__.partition(".")[0] in values.TRUSTED
-    return metaclass.__basicsize__ > type.__basicsize__ and not is_known
+    return metaclass.__basicsize__ > plain.__basicsize__ and not is_known
 
 
 # What says which fields a class has: Python reads it for code that speaks of fields.

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepcache.fingerprint import instances, special_kinds, values
 from stepcache.fingerprint.bytecode import (
+    LOCAL_ACCESS,
     UNSEEN,
     Import,
     Names,
@@ -120,11 +121,19 @@ def _note_captured(
         except ValueError:
             walk.note(path, "empty")
             continue
-        if isinstance(value, types.ModuleType) and names is not None:
-            for read in [r for r in names.reads if r.kind == "captured" and r.name == name]:
-                follow_chain(walk, path, value, read.attributes)
-        else:
+        reads = _reads_of_captured(name, value, names)
+        for read in reads:
+            follow_chain(walk, path, value, read)
+        if not reads and not (isinstance(value, types.ModuleType) and names is not None):
             walk.value(path, value)
+
+
+def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]:
+    """How code reads a variable that it captured, where its whole value need not be followed."""
+    by_key = type(value) is dict and names is not None and LOCAL_ACCESS.isdisjoint(names.accessed)
+    if names is None or not (by_key or isinstance(value, types.ModuleType)):
+        return []
+    return [read for read in names.reads if read.kind == "captured" and read.name == name]
 
 
 _COUNTS_TRACES = "/chex/_src/asserts.py"
@@ -151,7 +160,7 @@ def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: 
     else:
         if any(value is each for each in (builtins.globals, builtins.eval, builtins.exec)):
             _note_namespace(walk, function)
-        follow_chain(walk, path, value, read.attributes)
+        follow_chain(walk, path, value, read)
 
 
 def _note_namespace(walk: Trail, function: types.FunctionType) -> None:
@@ -163,9 +172,9 @@ def _note_namespace(walk: Trail, function: types.FunctionType) -> None:
             walk.value(f"{label}:{key}", value)
 
 
-def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]) -> None:
-    """Follows `module.module.name`, so that only the name counts and not the modules."""
-    remaining = list(attributes)
+def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
+    """Follows `module.module.name["key"]`: only that counts, not the modules or other keys."""
+    remaining = list(read.attributes)
     while isinstance(value, types.ModuleType) and remaining:
         module, name = value, remaining.pop(0)
         space = vars(module)
@@ -193,7 +202,14 @@ def follow_chain(walk: Trail, path: str, value: Any, attributes: tuple[str, ...]
         walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
-    walk.value(path, value)
+    for key in read.keys if not remaining else ():
+        if type(value) is not dict:
+            break
+        path, value = f"{path}[{key!r}]", value.get(key, _MISSING)
+    if value is _MISSING:
+        walk.note(path, "absent")
+    else:
+        walk.value(path, value)
 
 
 def _note_library_value(
@@ -262,7 +278,7 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
             _follow_source(walk, label, f"{name}.{chain[0]}")
         else:
-            follow_chain(walk, f"import {name}", module, chain)
+            follow_chain(walk, f"import {name}", module, Read("global", name, chain))
 
 
 _READS_OUTSIDE = frozenset("open environ environb getenv read_text read_bytes load stdin".split())
@@ -307,7 +323,7 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
             imported = Import(level, module, (), (chain,) if chain else (), whole=not chain)
             _follow_module(walk, label, inside, imported)
         elif read.kind == "global" and (value := vars(builtins).get(read.name)) is not None:
-            follow_chain(walk, read.name, value, read.attributes)
+            follow_chain(walk, read.name, value, read)
     for imported in names.imports:
         _follow_module(walk, label, inside, imported)
     walk.add_names(names)

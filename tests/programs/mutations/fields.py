@@ -1,4 +1,4 @@
-"""Changes of one field of a dataclass, which code may read without naming it."""
+"""Changes of one field of a dataclass, or one key of a dictionary, that code may not name."""
 
 from .kinds import Kind
 
@@ -130,5 +130,35 @@ FIELDS += [
         def step(x): return x * (2 if CONFIG == SAME else 3)
         """,
         "CONFIG.other",
+    ),
+    *(
+        Kind(
+            f"key_of_a_dictionary_{name}",
+            f"""
+            CONFIG = {{"other": 1.0, "rate": «2.0¦3.0»}}
+            def read(**config): return config["rate"]
+            def of(config): return config["rate"]
+            def step(x): return x * ({code})
+            """,
+            "CONFIG['rate']",
+        )
+        for name, code in (
+            ("by_a_constant", 'CONFIG["rate"]'),
+            ("by_a_variable", '[CONFIG[key] for key in ("rate",)][0]'),
+            ("by_its_values", "[*CONFIG.values()][1]"),
+            ("that_is_unpacked", "read(**CONFIG)"),
+            ("that_is_given", "of(CONFIG)"),
+            ("by_a_choice", '(CONFIG if x.ndim else {})["rate"]'),
+        )
+    ),
+    Kind(
+        "key_that_a_dictionary_lacks",
+        """
+        CONFIG = {"other": 2.0, "«unused¦rate»": 3.0}
+        def step(x):
+            try: return x * CONFIG["rate"]
+            except KeyError: return x * CONFIG["other"]
+        """,
+        "CONFIG['rate']",
     ),
 ]

@@ -101,6 +101,17 @@ HARMLESS = [
         )
     ),
     _kind(
+        "harmless_key_of_a_dictionary",
+        """
+        CONFIG = {"rate": 3.0, "run": "«1¦2»", "model": {"width": 2, "saved": «1.0¦2.0»}}
+        def made(config):
+            def inner(x): return x * config["rate"]
+            return inner
+        captured = made({"rate": 2.0, "run": "«1¦2»"})
+        def step(x): return captured(x) * CONFIG["rate"] * CONFIG["model"]["width"]
+        """,
+    ),
+    _kind(
         "harmless_field_of_attrs",
         """
         import attrs
