@@ -256,7 +256,7 @@ def follow_library_class(walk: Trail, cls: type) -> None:
         context.clear_flags()
         walk.once("decimal.getcontext()", repr(context))
     for base in cls.__mro__:
-        if base is object or origin_of(base) == USER:
+        if base in (object, abc.ABC) or origin_of(base) == USER:
             continue
         if isinstance(base, abc.ABCMeta) and (registered := _registered(base)):
             walk.once(f"{qualified_name(base)} (registered)", ", ".join(sorted(registered)))

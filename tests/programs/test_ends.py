@@ -64,7 +64,7 @@ def work():
         wait_for(archive.preloader.worker)
         return
     y = step(np.ones(8))
-    if when == "verification":
+    if when == "verification" and how != "thread":  # Not begun once the main thread has ended.
         wait_for(archive.verifier)
     if when == "loads":
         print(step.stats().loads, step.stats().compiles)
