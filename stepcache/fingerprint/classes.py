@@ -10,6 +10,7 @@ import argparse
 import decimal
 import enum
 import functools
+import inspect
 import operator
 import re
 import types
@@ -199,7 +200,12 @@ def is_generated(function: Any) -> bool:
 def _properties_among_fields(cls: type) -> list[str]:
     """The fields that a generated `__init__` does not merely store."""
     fields = vars(cls).get("__dataclass_fields__") or ()
-    return [each for each in fields if hasattr(type(vars(cls).get(each)), "__set__")]
+    found = {each: inspect.getattr_static(cls, each, None) for each in fields}
+    return [
+        each
+        for each, value in found.items()
+        if hasattr(type(value), "__set__") and not isinstance(value, instances.SLOT_TYPES)
+    ]
 
 
 # `Py_TPFLAGS_SEQUENCE` and `_MAPPING`, which `match` looks at; to register a class sets them.

@@ -112,10 +112,11 @@ FIELDS += [
         "property_among_fields",
         """
         import dataclasses
+        class Base: pass
         @dataclasses.dataclass
-        class Config: rate: float = 1.0
+        class Config(Base): rate: float = dataclasses.field()
         def _set(config, rate): config.kept = rate * «2.0¦3.0»
-        Config.rate = property(lambda config: config.kept, _set)
+        Base.rate = property(lambda config: config.kept, _set)
         def step(x): return x * Config(1.0).kept
         """,
         "_set",

@@ -89,7 +89,7 @@ HARMLESS = [
             """,
         )
         for name, options, step in (
-            ("that_is_global", "", "lambda x: x * config.rate"),
+            ("that_is_global", "(slots=True)", "lambda x: x * config.rate"),
             ("that_is_captured", "(frozen=True)", "(lambda own: lambda x: x * own.rate)(config)"),
             ("of_a_trainer", "", "Trainer().run"),
             ("that_is_given", "", "functools.partial(scale, config)"),
