@@ -152,10 +152,8 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
             walk.when_named(making(name), path, value)
         elif attribute in generated:
             walk.when_named(entering(path), path, value)
-        elif (
-            attribute in _OF_FIELDS
-            or attribute.startswith(of_packages)
-            or (selective and not is_special(attribute))
+        elif attribute.startswith(of_packages) or (
+            selective and (attribute in _OF_FIELDS or not is_special(attribute))
         ):
             walk.when_named(attribute, path, value)
         else:
@@ -180,7 +178,7 @@ def _generated_methods(cls: type) -> frozenset[str]:
     """The special methods that `dataclasses` or attrs have generated for a class."""
     return frozenset(
         name
-        for name, value in vars(cls).items()
+        for name, value in vars(cls).copy().items()
         if is_special(name)
         and name not in _CONSTRUCTORS
         and type(value) is types.FunctionType

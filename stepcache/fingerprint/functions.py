@@ -83,8 +83,10 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     _note_captured(walk, label, function, names)
     if function.__dict__:
         walk.value(f"{label}.__dict__", dict(function.__dict__))
-    for name in ("__name__", "__module__"):  # As they were set; its code has its own name.
-        walk.when_named(name, f"{label}.{name}", getattr(function, name))
+    written = function.__code__.co_name, function.__globals__.get("__name__")
+    for name, own in zip(("__name__", "__module__"), written, strict=True):
+        if (given := getattr(function, name)) != own:  # It was set since.
+            walk.when_named(name, f"{label}.{name}", given)
     for read in names.reads:
         if read.kind == "global":
             _follow_global(walk, label, function, read)

@@ -161,7 +161,9 @@ def _note_lock(walk: Trail, path: str, value: Any) -> None:
 def note_alias(walk: Trail, path: str, value: Any) -> None:
     """Notes a type that is made of others, as `list[Config]` or a type variable with a bound."""
     parts = {name: getattr(value, name, None) for name in _PARTS_OF_ALIASES}
-    parts = {name: part for name, part in parts.items() if part not in _NO_PART}
+    parts = {
+        name: part for name, part in parts.items() if not any(part is each for each in _NO_PART)
+    }
     walk.note(path, type(value).__name__ if parts else short(repr(value)))
     for name, part in parts.items():
         walk.value(f"{path}.{name}", part)

@@ -388,6 +388,8 @@ class Client:
         try:
             self._save_until(-1, min(deadline, time.monotonic() + _TOLD_SECONDS))
         except ServerLostError:
+            if time.monotonic() >= deadline:
+                raise
             text = "%s: %s are not saved yet: closing waits for the host, %g s at most"
             _log.warning(text, self.where, self._unsaved, self._timeout)
             self._save_until(-1, deadline)
