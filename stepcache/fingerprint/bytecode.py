@@ -54,12 +54,14 @@ LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames"
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One chain of names that code reads: `config.optimizer["rate"]`."""
+    """One chain of names that code reads: `config.optimizer["rate"]`, or `config.get("rate")`."""
 
     kind: str  # "global" or "captured".
     name: str  # The variable.
     attributes: tuple[str, ...]  # Read from it, in order.
-    keys: tuple[str, ...] = ()  # Constants by which it is then subscripted, in order.
+    # Constants by which it is then subscripted, in order; or the one that `get` is asked for, which
+    # is the last attribute then.
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Names:
     imports: list[Import] = field(default_factory=list)
     # Every attribute name and every string constant: what it may read of an object.
     attributes: set[str] = field(default_factory=set)
+    # Attributes among them that it only subscripts with constants: see `Read.keys`.
+    keys: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
     # Those among them that are more than the name of an argument in a call.
     accessed: set[str] = field(default_factory=set)
     # The attribute names among them that it reads of anything.
@@ -99,11 +103,14 @@ class Names:
 def names_of(code: CodeType) -> Names:
     """The names that `code` reads. Not to be changed."""
     names = Names()
-    _collect(code, names, set())
+    whole: set[str] = set()
+    _collect(code, names, set(), whole)
+    for name in whole & names.keys.keys():
+        del names.keys[name]
     return names
 
 
-def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
+def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[str]) -> None:
     names.codes.append(code)
     own_cells = outer_locals | set(code.co_cellvars)
     instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
@@ -116,14 +123,20 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
     if _shows_objects(code, instructions):
         names.attributes.add(SHOWS_NAMESPACES)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
-    _collect_constants(constants, names, own_cells)
+    _collect_constants(constants, names, own_cells, whole)
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
+        if instruction.opcode in dis.hasname:
+            is_load = operation in _ATTRIBUTE or operation in _GLOBAL
+            if is_load and (keys := _keys(instructions, index)):
+                names.keys.setdefault(argument, set()).add(keys)
+            else:
+                whole.add(argument)
         if operation in _GLOBAL or (operation in _CAPTURED and argument not in own_cells):
             chain = _chain(instructions, index)
-            keys = _keys(instructions, index + len(chain))
+            keys = _keys(instructions, index + len(chain) - (chain[-1:] == ("get",)))
             kind = "global" if operation in _GLOBAL else "captured"
             names.reads[Read(kind, argument, chain, keys)] = None
         elif operation in _ATTRIBUTE or operation == "IMPORT_FROM":
@@ -139,15 +152,18 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str]) -> None:
         names.imports.append(Import(level, module, (), found, whole=True))
 
 
-def _collect_constants(constants: tuple, names: Names, own_cells: set[str]) -> None:
+def _collect_constants(
+    constants: tuple, names: Names, own_cells: set[str], whole: set[str]
+) -> None:
     for constant in constants:
         if isinstance(constant, CodeType):
-            _collect(constant, names, own_cells)
+            _collect(constant, names, own_cells, whole)
         elif isinstance(constant, str) and constant.isidentifier():
             names.attributes.add(constant)
             names.accessed.add(constant)
+            whole.add(constant)
         elif isinstance(constant, tuple):
-            _collect_constants(constant, names, own_cells)
+            _collect_constants(constant, names, own_cells, whole)
 
 
 def _keywords(constants: tuple, instructions: list[dis.Instruction]) -> list[tuple[str, ...]]:
@@ -228,16 +244,32 @@ def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
 
 
 def _keys(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
-    """The constants by which the value that the instruction at `index` leaves is subscripted."""
-    keys = []
-    following = instructions[index + 1 :]
-    for load, subscript in zip(following[::2], following[1::2], strict=False):
-        is_constant = load.opname == "LOAD_CONST" and isinstance(load.argval, str)
+    """The constants by which code reads a dictionary that the instruction at `index` loads.
+
+    It subscripts the dictionary and what it finds, or asks the dictionary's `get` for one.
+    """
+    keys: list[str] = []
+    for at in range(index + 1, len(instructions) - 1, 2):
+        load, subscript = instructions[at : at + 2]
         is_read = subscript.opname == "BINARY_SUBSCR" or subscript.argrepr == "[]"
-        if not (is_constant and is_read) or subscript.is_jump_target:
+        if not (_is_text(load) and is_read) or subscript.is_jump_target:
             break
         keys.append(load.argval)
-    return tuple(keys)
+    return tuple(keys) or _asked_for(instructions[index + 1 : index + 5])
+
+
+def _asked_for(instructions: list[dis.Instruction]) -> tuple[str, ...]:
+    """The constant that code asks a method `get` for, if it does, with or without a default."""
+    method, key, *others = instructions if len(instructions) > 2 else (None, None)
+    if method is None or (method.opname not in _ATTRIBUTE or method.argval != "get"):
+        return ()
+    calls = [(each.opname, each.arg) for each in others]
+    has_default = others[0].opname.startswith("LOAD_") and calls[1:] == [("CALL", 2)]
+    return (key.argval,) if _is_text(key) and (has_default or calls[0] == ("CALL", 1)) else ()
+
+
+def _is_text(load: dis.Instruction) -> bool:
+    return load.opname == "LOAD_CONST" and isinstance(load.argval, str)
 
 
 def _collect_import(

@@ -204,14 +204,8 @@ def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
         walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
-    for key in read.keys if not remaining else ():
-        if type(value) is not dict:
-            break
-        path, value = f"{path}[{key!r}]", value.get(key, _MISSING)
-    if value is _MISSING:
-        walk.note(path, "absent")
-    else:
-        walk.value(path, value)
+    keys = read.keys if remaining in ([], ["get"]) else ()
+    walk.part(path, value, keys)
 
 
 def _note_library_value(

@@ -47,6 +47,7 @@ def entering(method: str) -> str:
 
 
 _ENTER = "enter "
+_MISSING = object()
 
 
 def entered_among(names: Iterable[str]) -> set[str]:
@@ -69,6 +70,8 @@ class Trail(ABC):
         self.reader = ""  # The user's function that is being followed, if one is.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
+        # Keys by which code subscripts what it finds under a name; see `Names.keys`.
+        self._keys: dict[str, set[tuple[str, ...]]] = {}
         self._reads_all = self._makes_any = False
         self._waiting: dict[str, list[tuple[str, Any]]] = {}
         self._when_dynamic: dict[str, tuple[str, ...]] = {}
@@ -150,11 +153,25 @@ class Trail(ABC):
     def when_named(self, name: str, path: str, value: Any) -> None:
         """Notes an attribute as soon as code is found that names it."""
         is_made = self._makes_any and name.startswith(making(""))
-        if self._reads_all or is_made or name in self._names:
+        keys = self._keys.get(name, ())
+        if self._reads_all or is_made or name in self._names or (keys and type(value) is not dict):
             self.value(path, value)
         else:
             self.alive.append(value)
             self._waiting.setdefault(name, []).append((path, value))
+            for each in sorted(keys):
+                self.later(functools.partial(self.part, path, value, each))
+
+    def part(self, path: str, value: Any, keys: tuple[str, ...]) -> None:
+        """Notes what code finds in a value by keys; of others than dictionaries, all."""
+        for key in keys:
+            if type(value) is not dict:
+                break
+            path, value = f"{path}[{key!r}]", value.get(key, _MISSING)
+        if value is _MISSING:
+            self.note(path, "absent")
+        else:
+            self.value(path, value)
 
     def when_dynamic(self, path: str, names: tuple[str, ...]) -> None:
         """Notes an order of names as soon as code is found that may go through all of them."""
@@ -176,7 +193,17 @@ class Trail(ABC):
         """Adds what code names."""
         if names.is_dynamic:
             self.reads_any_attribute()
-        self._add(names.attributes)
+        self._add(names.attributes - names.keys.keys() if names.keys else names.attributes)
+        for name, keys in names.keys.items():
+            self._add_keys(name, keys - self._keys.get(name, set()))
+
+    def _add_keys(self, name: str, keys: set[tuple[str, ...]]) -> None:
+        """Adds keys by which code subscripts what it finds under a name."""
+        if name in self._names or not keys:
+            return
+        self._keys.setdefault(name, set()).update(keys)
+        for path, value in self._waiting.pop(name, ()):
+            self.when_named(name, path, value)
 
     def _add(self, names: set[str]) -> None:
         new = names - self._names

@@ -23,6 +23,25 @@ def test_chains_that_start_at_globals():
     assert set(names.reads) == {Read("global", "a", ("b", "c")), Read("global", "d", ())}
 
 
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ('self.config["a"]["b"] + self.config.get("c", x)', {("a", "b"), ("c",)}),
+        ('self.config["a"] + config["b"]', {("a",), ("b",)}),
+        ('self.config["a"] + len(self.config)', set()),
+        ('self.config["a"] + of(lambda: self.config)', set()),
+        ('self.config["a"] + x.read("config")', set()),
+        ('self.config["a"] + self.config.get(x)', set()),
+        ('self.config["a" if x else "b"]', set()),
+        ("self.config.get(*x)", set()),
+    ],
+)
+def test_attributes_that_are_only_subscripted_with_constants(text, keys):
+    names = names_of(compiled(f"def f(self, x): return {text}"))
+    assert names.keys.get("config", set()) == keys
+    assert "config" in names.attributes
+
+
 def test_captured_variables_are_not_those_of_inner_functions():
     source = """
         def make(rate):

@@ -136,15 +136,25 @@ FIELDS += [
         Kind(
             f"key_of_a_dictionary_{name}",
             f"""
+            class Trainer:
+                def __init__(self, config): self.config = config
+                def rate(self):
+                    config = self.config
+                    return config["rate"]
             CONFIG = {{"other": 1.0, "rate": «2.0¦3.0»}}
+            trainer = Trainer(CONFIG)
             def read(**config): return config["rate"]
             def of(config): return config["rate"]
             def step(x): return x * ({code})
             """,
-            "CONFIG['rate']",
+            "['rate']",
         )
         for name, code in (
             ("by_a_constant", 'CONFIG["rate"]'),
+            ("by_its_method", 'CONFIG.get("rate", 1.0)'),
+            ("of_an_object", 'trainer.config["rate"]'),
+            ("of_an_object_by_its_method", 'trainer.config.get("rate")'),
+            ("of_an_object_and_as_a_whole", 'trainer.rate() * trainer.config["other"]'),
             ("by_a_variable", '[CONFIG[key] for key in ("rate",)][0]'),
             ("by_its_values", "[*CONFIG.values()][1]"),
             ("that_is_unpacked", "read(**CONFIG)"),
@@ -161,5 +171,16 @@ FIELDS += [
             except KeyError: return x * CONFIG["other"]
         """,
         "CONFIG['rate']",
+    ),
+    Kind(
+        "object_that_is_no_dictionary",
+        """
+        class Config:
+            def get(self, key): return «2.0¦3.0»
+            def __getitem__(self, key): return self.get(key)
+        class Trainer: config = Config()
+        def step(x): return x * Trainer.config["rate"] * Trainer.config.get("rate")
+        """,
+        "Config.get",
     ),
 ]

@@ -108,7 +108,11 @@ HARMLESS = [
             def inner(x): return x * config["rate"]
             return inner
         captured = made({"rate": 2.0, "run": "«1¦2»"})
-        def step(x): return captured(x) * CONFIG["rate"] * CONFIG["model"]["width"]
+        class Trainer:
+            def __init__(self, config): self.config = config
+            def scale(self): return self.config["model"]["width"] * self.config.get("rate", 1.0)
+        trainer = Trainer(CONFIG)
+        def step(x): return captured(x) * CONFIG["rate"] * CONFIG.get("bias", 0) + trainer.scale()
         """,
     ),
     _kind(
