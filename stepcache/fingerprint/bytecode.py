@@ -260,12 +260,14 @@ def _keys(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
 
 def _asked_for(instructions: list[dis.Instruction]) -> tuple[str, ...]:
     """The constant that code asks a method `get` for, if it does, with or without a default."""
-    method, key, *others = instructions if len(instructions) > 2 else (None, None)
-    if method is None or (method.opname not in _ATTRIBUTE or method.argval != "get"):
+    if len(instructions) < 3:
+        return ()
+    method, key, *others = instructions
+    if method.opname not in _ATTRIBUTE or method.argval != "get" or not _is_text(key):
         return ()
     calls = [(each.opname, each.arg) for each in others]
     has_default = others[0].opname.startswith("LOAD_") and calls[1:] == [("CALL", 2)]
-    return (key.argval,) if _is_text(key) and (has_default or calls[0] == ("CALL", 1)) else ()
+    return (key.argval,) if has_default or calls[0] == ("CALL", 1) else ()
 
 
 def _is_text(load: dis.Instruction) -> bool:
