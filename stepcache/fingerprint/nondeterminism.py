@@ -71,7 +71,8 @@ _FUNCTIONS = _by_name(
 )
 _OS_PURE = frozenset(
     "environ getenv environb getenvb fspath path sep linesep name fsencode fsdecode PathLike "
-    "curdir pardir extsep altsep pathsep devnull error strerror".split()
+    "curdir pardir extsep altsep pathsep devnull error strerror "
+    "_path_normpath _path_splitroot _path_splitroot_ex".split()
 )
 _PATH_IMPURE = frozenset(
     "exists lexists isfile isdir islink ismount getmtime getatime getctime getsize samefile "

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import sys
+import threading
 import types
 from typing import Any
 
@@ -80,9 +81,17 @@ class Interrupt:
         return self._opcode
 
     def _opcode(self, frame, event, argument):
-        if event == "opcode" and frame.f_lasti in after_calls(frame.f_code):
-            self._pass((frame.f_code, frame.f_lasti))
+        if event == "opcode":
+            self._instruction(frame.f_code, frame.f_lasti)
         return self._opcode
+
+    def _start(self, code, offset):
+        if threading.get_ident() == self.thread:
+            self._pass((code, -1))
+
+    def _instruction(self, code, offset):
+        if threading.get_ident() == self.thread and offset in after_calls(code):
+            self._pass((code, offset))
 
     def _pass(self, place):
         self.places.setdefault(place)
@@ -91,12 +100,31 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def __enter__(self):
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it in `settrace` alone.
-        sys.settrace(self._call)
+        self.thread = threading.get_ident()
+        if not MONITORING:
+            sys.settrace(self._call)
+            return self
+        self.tool = next(tool for tool in range(6) if MONITORING.get_tool(tool) is None)
+        MONITORING.use_tool_id(self.tool, "a test")
+        self._watch(self._start, self._instruction)
         return self
 
+    def _watch(self, start, instruction):
+        """Has functions called; without them, none any more."""
+        told, events = 0, MONITORING.events
+        for event in (events.PY_START, events.PY_RESUME, events.INSTRUCTION):
+            call = instruction if event == events.INSTRUCTION else start
+            MONITORING.register_callback(self.tool, event, call)
+            told |= event if call else 0
+        for code in self.codes:
+            MONITORING.set_local_events(self.tool, code, told)
+
     def __exit__(self, *_):
-        sys.settrace(None)
+        if MONITORING:
+            self._watch(None, None)
+            MONITORING.free_tool_id(self.tool)
+        else:
+            sys.settrace(None)
 
 
 AFTER_CALLS = {}

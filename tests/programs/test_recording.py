@@ -239,6 +239,17 @@ def test_what_python_calls_for_others_is_seen(call):
     assert recording.impure
 
 
+def test_parts_of_paths_depend_on_nothing():
+    def parts():
+        path = Path(__file__).parent / "data" / ".." / "rates.txt"
+        return os.path.normpath(path), path.parts, path.with_suffix(".npy").as_posix()
+
+    with Recording() as recording:
+        parts()
+    assert parts.__code__ in recording.codes
+    assert not recording.impure and not recording.files
+
+
 def test_another_thread_is_told_of():
     with Recording() as recording:
         thread = threading.Thread(target=inner, args=(1,))
