@@ -8,18 +8,16 @@ from __future__ import annotations
 import ast
 import dis
 import functools
-import hashlib
-import itertools
 import re
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the instructions that matter, and change nothing about the value on the stack.
-TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
+_TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
+_OF_VARIABLE = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 
 # Code that names one of these may read attributes that it does not name.
 DYNAMIC_ACCESS = frozenset(
@@ -110,10 +108,25 @@ def names_of(code: CodeType) -> Names:
     return names
 
 
+def instructions_of(code: CodeType) -> list[dis.Instruction]:
+    """The instructions that matter. Two that Python 3.13 has joined in one are two here."""
+    found: list[dis.Instruction] = []
+    for each in dis.get_instructions(code):
+        if each.opname in _TRANSPARENT:
+            continue
+        joined = _OF_VARIABLE.findall(each.opname)
+        if len(joined) < 2:
+            found.append(each)
+            continue
+        for operation, variable in zip(joined, each.argval, strict=True):
+            found.append(each._replace(opname=operation, argval=variable))
+    return found
+
+
 def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[str]) -> None:
     names.codes.append(code)
     own_cells = outer_locals | set(code.co_cellvars)
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
+    instructions = instructions_of(code)
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
@@ -143,10 +156,9 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
             names.loads.add(argument)
         elif operation == "IMPORT_NAME":
             _collect_import(instructions, index, names, bound)
-        elif operation.startswith("LOAD_FAST"):
-            local = argument[-1] if isinstance(argument, tuple) else argument  # Two in one.
-            if local in bound and (chain := _chain(instructions, index)):
-                chains.setdefault(bound[local], set()).add(chain)
+        elif operation.startswith("LOAD_FAST") and argument in bound:
+            if chain := _chain(instructions, index):
+                chains.setdefault(bound[argument], set()).add(chain)
     for level, module in bound.values():
         found = tuple(sorted(chains.get((level, module), ())))
         names.imports.append(Import(level, module, (), found, whole=True))
@@ -285,9 +297,7 @@ def _collect_import(
     if from_names:
         names.imports.append(Import(level, module, tuple(from_names)))
     elif following is not None and following.opname.startswith("STORE_FAST"):
-        local = following.argval
-        local = local[0] if isinstance(local, tuple) else local
-        bound[local] = (level, module.partition(".")[0])
+        bound[following.argval] = (level, module.partition(".")[0])
         names.imports.append(Import(level, module, ()))
     else:  # Kept in a cell, under a global name, or `import a.b as c`: all of it may be read.
         names.imports.append(Import(level, module, (), whole=True))
@@ -311,94 +321,3 @@ def module_aliases(tree: ast.Module) -> dict[str, tuple[int, str, tuple[str, ...
 
 
 _NAMESPACES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-
-@functools.lru_cache(maxsize=8192)
-def code_digest(code: CodeType) -> str:
-    """A digest of what code does, whatever the file and the line it stands in.
-
-    Docstrings, comments, file names, line numbers and names of local variables do not count.
-    """
-    hasher = hashlib.sha256()
-    _feed_code(code, hasher)
-    return hasher.hexdigest()[:16]
-
-
-def _feed_code(code: CodeType, hasher: Any) -> None:
-    for part in (
-        code.co_name,
-        code.co_argcount,
-        code.co_posonlyargcount,
-        code.co_kwonlyargcount,
-        code.co_flags,
-        code.co_names,
-        _variables_that_count(code),
-        code.co_freevars,
-        code.co_cellvars,
-        code.co_code,
-        code.co_exceptiontable,
-    ):
-        hasher.update(f"{part!r};".encode())
-    for constant in _constants_that_count(code):
-        _feed_constant(constant, hasher)
-
-
-def _variables_that_count(code: CodeType) -> tuple:
-    """The parameters, by which code is called; of other local variables only their number."""
-    variables = tuple(map(without_address, itertools.count(), code.co_varnames))
-    if not LOCAL_ACCESS.isdisjoint(code.co_names):
-        return variables
-    flags = code.co_flags
-    count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
-    return (*variables[:count], len(variables))
-
-
-def without_address(number: int, name: str) -> str:
-    """The name of a parameter; with its number for the address that beartype writes into some."""
-    return _ADDRESS.sub(str(number), name)
-
-
-_ADDRESS = re.compile("(?<=^__beartype_object_)[0-9]+$")
-
-
-def _constants_that_count(code: CodeType) -> tuple:
-    """The constants of code, with its docstring masked where no instruction loads it."""
-    constants = code.co_consts
-    if code.co_name == "__hash__" and code.co_filename.startswith("<attrs generated "):
-        # attrs writes the hash of the class's name into it, which is another in each process.
-        return tuple(each for each in constants if not isinstance(each, int | tuple))
-    if not constants or not isinstance(constants[0], str | None):
-        return constants
-    # Pairs of operation and argument, which `EXTENDED_ARG` before it makes a larger one.
-    operations, arguments = code.co_code[::2], code.co_code[1::2]
-    before = b"\0" + operations
-    loaded = any(
-        operation in _LOADS_CONSTANT and not argument and previous != dis.EXTENDED_ARG
-        for previous, operation, argument in zip(before, operations, arguments, strict=False)
-    )
-    return constants if loaded else (None, *constants[1:])
-
-
-_LOADS_CONSTANT = frozenset(
-    dis.opmap[name] for name in ("LOAD_CONST", "RETURN_CONST") if name in dis.opmap
-)
-
-
-def _feed_constant(constant: Any, hasher: Any) -> None:
-    if isinstance(constant, CodeType):
-        hasher.update(b"code(")
-        _feed_code(constant, hasher)
-        hasher.update(b")")
-    elif isinstance(constant, tuple):
-        hasher.update(b"tuple(")
-        for each in constant:
-            _feed_constant(each, hasher)
-        hasher.update(b")")
-    elif isinstance(constant, frozenset):
-        hasher.update(f"frozenset{sorted(map(_tagged, constant))};".encode())
-    else:
-        hasher.update(_tagged(constant).encode())
-
-
-def _tagged(constant: Any) -> str:
-    return f"{type(constant).__name__}:{constant!r};"

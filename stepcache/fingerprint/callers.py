@@ -10,6 +10,7 @@ import enum
 import functools
 import inspect
 import logging
+import reprlib
 import sys
 import traceback
 import typing
@@ -41,8 +42,13 @@ check the type of that one, and passes on what it was given."""
 # Modules of Python that call functions written in C for their own ends alone.
 _CALL_FOR_THEMSELVES = frozenset(
     module.__file__
-    for module in (collections, contextlib, dataclasses, enum, functools, inspect, typing, weakref)
+    for module in (
+        *(collections, contextlib, dataclasses, enum, functools, inspect, reprlib, typing),
+        weakref,
+    )
 )
+# Asks for its thread, in case that an array of objects is in itself, as `reprlib` does.
+_SHOWS_ARRAYS = "/numpy/_core/arrayprint.py"
 _BYSTANDERS = (
     f"{Path(logging.__file__).parent}/",
     warnings.formatwarning.__code__.co_filename,
@@ -58,7 +64,8 @@ _FINDING = frozenset(("_find_spec", "_get_spec", "_path_hooks"))
 def calls_matter(filename: str) -> bool:
     """Whether what the code of a file calls may be what a trace depends on."""
     if origin_of_file(filename) == INSTALLED:
-        return package_of(filename) not in FRAMEWORKS and not filename.endswith(_NUMBERS_CALLS)
+        for_itself = filename.endswith((_NUMBERS_CALLS, _SHOWS_ARRAYS))
+        return package_of(filename) not in FRAMEWORKS and not for_itself
     return filename not in _CALL_FOR_THEMSELVES and not filename.startswith(CHECKS_TYPES)
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from stepcache.fingerprint.bytecode import (
     SHOWS_ARGUMENTS,
     SHOWS_NAMESPACES,
-    TRANSPARENT,
+    instructions_of,
     names_of,
 )
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
@@ -212,15 +212,13 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
     is_method = package in ("jax", "numpy")
     is_method = is_method and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         operation, argument = instruction.opname, instruction.argval
-        if operation in TRANSPARENT:
-            continue
-        written = argument if isinstance(argument, tuple) else (argument,)  # Two in one.
-        if is_method and operation.startswith("STORE_FAST") and "self" in written:
+        if is_method and operation.startswith("STORE_FAST") and argument == "self":
             return True
         is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
-        if argument == name and operation not in _NO_ATTRIBUTE and not is_known:
+        is_read = instruction.opcode in dis.hasname and operation not in _NO_ATTRIBUTE
+        if argument == name and is_read and not is_known:
             return True
         if operation == "LOAD_GLOBAL":
             owner = _owner(space.get(str(argument)))
@@ -228,7 +226,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
             owner = _owner(vars(owner).get(str(argument)))
         else:
             owner = None
-        is_self = is_method and operation[:9] == "LOAD_FAST" and argument == "self"
+        is_self = is_method and operation.startswith("LOAD_FAST") and argument == "self"
         is_own = owner is not None or is_self
     return False
 
@@ -240,10 +238,7 @@ def _owner(value: Any) -> types.ModuleType | type | None:
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_NO_ATTRIBUTE = frozenset(
-    "LOAD_CONST LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME LOAD_FAST "
-    "STORE_FAST".split()
-)
+_NO_ATTRIBUTE = frozenset("LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME".split())
 
 
 def _modules_by_file() -> dict[str, str]:

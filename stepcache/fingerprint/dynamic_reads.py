@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from types import CodeType
 
-from stepcache.fingerprint.bytecode import TRANSPARENT
+from stepcache.fingerprint.bytecode import instructions_of
 
 READS_ANY = "read any attribute"
 """Stands among the names that code reads for all of them."""
@@ -28,7 +28,7 @@ def may_read_any(code: CodeType) -> bool:
     """Whether code may ask another object than its own for attributes by computed names."""
     if _ALL.isdisjoint(code.co_names) and MATCH_CLASS not in code.co_code[::2]:
         return False
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in TRANSPARENT]
+    instructions = instructions_of(code)
     for index, instruction in enumerate(instructions):
         name = instruction.argval
         if instruction.opname == "MATCH_CLASS" and instruction.arg:  # By `__match_args__`.
@@ -36,7 +36,7 @@ def may_read_any(code: CodeType) -> bool:
         if instruction.opname not in _LOADS_NAME or name not in _ALL:
             continue
         if name == "__dict__":
-            if not _is_own(instructions[index - 1], -1):
+            if not _is_own(instructions[index - 1]):
                 return True
             continue
         following = instructions[index + 1 :]
@@ -46,10 +46,8 @@ def may_read_any(code: CodeType) -> bool:
     return False
 
 
-def _is_own(instruction: dis.Instruction, position: int) -> bool:
-    names = instruction.argval  # Two from Python 3.13 on.
-    name = names[position] if isinstance(names, tuple) and names else names
-    return instruction.opname.startswith("LOAD_FAST") and name in _OWN
+def _is_own(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("LOAD_FAST") and instruction.argval in _OWN
 
 
 def _is_harmless(following: list[dis.Instruction], by_name: bool) -> bool:
@@ -59,7 +57,7 @@ def _is_harmless(following: list[dis.Instruction], by_name: bool) -> bool:
     start = 1
     while start < len(following) and following[start].opname in _ATTRIBUTE:
         start += 1
-    if start == 1 and _is_own(following[0], 0):
+    if start == 1 and _is_own(following[0]):
         return True
     name, *after = following[start : start + 3] or following[:1]
     is_constant = name.opname == "LOAD_CONST" and isinstance(name.argval, str)

@@ -19,13 +19,12 @@ from stepcache.fingerprint.bytecode import (
     Import,
     Names,
     Read,
-    code_digest,
     module_aliases,
     names_of,
-    without_address,
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import is_foreign, is_generated
+from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -34,6 +33,7 @@ from stepcache.fingerprint.provenance import (
     origin_of,
     origin_of_module,
 )
+from stepcache.fingerprint.special_kinds import is_output
 from stepcache.fingerprint.tokens import ATOMS, atom, plain_text, qualified_name
 from stepcache.fingerprint.trail import Trail
 
@@ -218,7 +218,7 @@ def _note_library_value(
         return  # What is read of it is recorded.
     if value is sys.modules:
         walk.blame(path, "it leads to modules that are not known beforehand")
-    elif not attributes or is_known_kind(value) or is_foreign(value):
+    elif not attributes or is_known_kind(value) or is_foreign(value) or is_output(value):
         note_library_object(walk, path, value)
     else:
         walk.once(path, f"a {qualified_name(type(value))}")
@@ -233,7 +233,7 @@ def _note_library_value(
 
 
 def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:
-    if type(value).__module__ in ("_io", "io"):
+    if type(value).__module__ in ("_io", "io") and not is_output(value):
         walk.blame(path, "it is a file, whose content is not known beforehand")
 
 

@@ -79,7 +79,11 @@ _PATH_IMPURE = frozenset(
     "realpath abspath expanduser expandvars".split()
 )
 _TIME_PURE = frozenset(("sleep", "struct_time"))
-_RANDOM_PURE = frozenset(("Random", "Generator", "RandomState", "SeedSequence"))
+# What they give follows from their seeds; without one they ask the system, which a recording sees.
+_RANDOM_PURE = frozenset(
+    "Random Generator RandomState SeedSequence default_rng MT19937 PCG64 PCG64DXSM Philox "
+    "SFC64".split()
+)
 _INSPECT_PURE = frozenset(
     "signature getfullargspec Parameter Signature isclass isfunction ismethod ismodule "
     "isbuiltin isgeneratorfunction iscoroutinefunction".split()

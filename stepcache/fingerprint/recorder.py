@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from stepcache.fingerprint.callers import (
     responsible,
     why_call_is_impure,
 )
+from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     PYTHON,
     USER,
@@ -45,6 +47,7 @@ _ENVIRON: dict[CodeType, str] = {
     },
 }
 _IMPORT_MODULE = importlib.import_module.__code__
+_SEED = random.Random.seed.__code__
 READERS_OF_FIELDS = {
     id(function.__code__): function.__code__
     for function in (dataclasses.fields, dataclasses.replace, vars(dataclasses).get("_replace"))
@@ -176,6 +179,10 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if id(code) in READERS_OF_FIELDS:
         _note_reader_of_fields(code, frame)
         return False
+    if code is _SEED:
+        if frame.f_locals.get("a") is None:  # Compiled code then asks the system for a seed.
+            _blame(why_impure("random.Random.seed"), frame)
+        return False
     made = code.co_filename.startswith("<")
     if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
@@ -243,7 +250,11 @@ def _note_variables(code: CodeType, frame: FrameType) -> None:
 
 def _call(function: Any, frame: FrameType | None) -> None:
     """Notes a call of a function written in C, where its result is not the same in each run."""
-    why = why_call_is_impure(function)
+    _blame(why_call_is_impure(function), frame)
+
+
+def _blame(why: str | None, frame: FrameType | None) -> None:
+    """Notes why what a frame has called is not the same in each run, if there is a reason."""
     caller = responsible(frame) if why is not None else None
     if caller is not None:
         for recording in active.current():

@@ -10,13 +10,14 @@ import contextvars
 import datetime
 import enum
 import functools
+import io
 import logging
 import os
 import random
 from collections.abc import Container
 from contextvars import ContextVar
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -92,6 +93,8 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         note_flags(walk, path, value)
     elif isinstance(value, ContextVar):
         _note_context_variable(walk, path, value)
+    elif is_output(value):
+        _note_output(walk, path, value)
     elif isinstance(value, np.ufunc):
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
@@ -107,6 +110,22 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
 
 def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
+
+
+def is_output(value: Any) -> TypeGuard[io.TextIOBase]:
+    """Whether a value is a stream of text that is only written to, as `sys.stderr` is."""
+    is_text = isinstance(value, io.TextIOBase) and origin_of(type(value)) != USER
+    return is_text and not value.closed and value.writable() and not value.readable()
+
+
+def _note_output(walk: Trail, path: str, stream: io.TextIOBase) -> None:
+    """Notes a stream; of what it says of itself, that which code asks for."""
+    walk.note(path, "an output stream")
+    for name in ("encoding", "errors", "name", "line_buffering"):
+        walk.when_named(name, f"{path}.{name}", getattr(stream, name, None))
+    walk.when_named("isatty", f"{path}.isatty()", stream.isatty())
+    for name in ("tell", "seek", "buffer", "detach"):  # What is below cannot be looked into.
+        walk.when_named(name, f"{path}.buffer", getattr(stream, "buffer", None))
 
 
 def _note_context_variable(walk: Trail, path: str, variable: ContextVar) -> None:
@@ -170,7 +189,7 @@ _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
     *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
-    *(enum.Enum, PurePath, logging.Logger, ContextVar, _REMEMBERING),
+    *(enum.Enum, PurePath, logging.Logger, ContextVar, io.TextIOBase, _REMEMBERING),
 )
 
 

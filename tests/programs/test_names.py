@@ -8,7 +8,8 @@ from types import CodeType
 import jax
 import pytest
 
-from stepcache.fingerprint.bytecode import Read, code_digest, names_of
+from stepcache.fingerprint.bytecode import SHOWS_NAMESPACES, Read, names_of
+from stepcache.fingerprint.code_digests import code_digest
 from stepcache.fingerprint.code_reads import _may_be_of_the_users
 
 
@@ -71,6 +72,19 @@ def test_chains_that_start_at_imports(source, module, attributes):
 def test_names_of_a_from_import():
     (imported,) = names_of(compiled("def f():\n    from ..m import a, b\n    return a")).imports
     assert (imported.level, imported.module, imported.names) == (2, "m", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shows"), [("5 + (x in n)", True), ("5 + (x == n)", True), ("5 + (5 in x)", False)]
+)
+def test_code_that_compares_objects(text, shows):
+    names = names_of(compiled(f"def f(x, n): return {text}"))
+    assert (SHOWS_NAMESPACES in names.attributes) == shows
+
+
+def test_variables_that_follow_each_other():
+    names = names_of(compiled("def f(x):\n    import m; return m.rate(x) + x.config"))
+    assert [(i.module, i.attributes) for i in names.imports if i.whole] == [("m", (("rate",),))]
 
 
 @pytest.mark.parametrize("text", ["getattr(x, n)", "vars(x)", "x.__dict__", "'{0.a}'.format(x)"])

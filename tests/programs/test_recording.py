@@ -232,11 +232,35 @@ class Dated:
     made: float = dataclasses.field(default_factory=time.time)
 
 
-@pytest.mark.parametrize("call", [Dated, lambda: list(map(random.choice, ["ab"]))])
+@pytest.mark.parametrize(
+    "call",
+    [
+        Dated,
+        lambda: list(map(random.choice, ["ab"])),
+        random.Random,
+        lambda: random.Random(1).seed(),
+        lambda: np.random.default_rng(None),
+        lambda: np.random.Generator(np.random.PCG64()),
+    ],
+)
 def test_what_python_calls_for_others_is_seen(call):
     with Recording() as recording:
         call()
     assert recording.impure
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: random.Random(1).random() + random.Random("a").random(),
+        lambda: np.random.default_rng(1).normal() + np.random.PCG64(1).random_raw(),
+        lambda: repr(Dated(1.0)) + repr(np.ones(2)),
+    ],
+)
+def test_what_follows_from_seeds_and_values_is_the_same_in_each_run(call):
+    with Recording() as recording:
+        call()
+    assert not recording.impure
 
 
 def test_parts_of_paths_depend_on_nothing():

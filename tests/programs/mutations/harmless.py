@@ -116,6 +116,20 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_calls",  # Of what is the same in each run, though its relatives are not.
+        """
+        import os, sys
+        OUT, LOG = sys.stderr, open(os.devnull, "w")
+        def step(x):
+            «# One.¦# Two.»
+            for out in (OUT, LOG):
+                print("traced", np.ones(2), file=out, flush=True)
+            sys.stdout.flush()
+            rate = np.random.default_rng(0).normal()
+            return x * rate * len(os.path.normpath("a/../b"))
+        """,
+    ),
+    _kind(
         "harmless_field_of_attrs",
         """
         import attrs
