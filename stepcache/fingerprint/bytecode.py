@@ -157,10 +157,9 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
         elif operation == "IMPORT_NAME":
             _collect_import(instructions, index, names, bound)
         elif operation.startswith("LOAD_FAST") and argument in bound:
-            if chain := _chain(instructions, index):
-                chains.setdefault(bound[argument], set()).add(chain)
+            chains.setdefault(bound[argument], set()).add(_chain(instructions, index))
     for level, module in bound.values():
-        found = tuple(sorted(chains.get((level, module), ())))
+        found = tuple(sorted(chains.get((level, module), set()) - {()}))
         names.imports.append(Import(level, module, (), found, whole=True))
 
 
