@@ -35,6 +35,7 @@ _FUNCTIONS = _by_name(
     {
         "the clock": "datetime.datetime.now datetime.datetime.utcnow datetime.datetime.today "
         "datetime.date.today",
+        "random numbers": "os.urandom posix.urandom os.getrandom posix.getrandom",
         "the time zone of the process": "datetime.datetime.fromtimestamp "
         "datetime.date.fromtimestamp datetime.datetime.timestamp datetime.datetime.astimezone",
         "the directory of the process": "contextlib.chdir",
