@@ -41,6 +41,8 @@ UNSEEN = {
     "co_positions": "where code stands",
     "f_back": "the frames of running code",
     "cell_contents": "the variables of other functions",
+    "memory_stats": "amounts of memory in use",
+    "live_arrays": "the arrays that exist",
 }
 # What code may do with an object to which each attribute of the object matters, if that is a
 # namespace of Python's: they stand among the names that code reads.

@@ -1378,6 +1378,16 @@ OBJECTS = [
         vouched=False,
     ),
     Kind(
+        "memory_of_a_device",
+        """
+        def step(x):
+            stats = jax.devices()[0].memory_stats() or {}
+            return x * «2.0¦3.0» + 0 * stats.get("bytes_in_use", 0)
+        """,
+        "memory_stats",
+        vouched=False,
+    ),
+    Kind(
         "replaced_data_class",
         """
         import dataclasses
