@@ -40,7 +40,15 @@ def start(source, package, tmp_path, verify="off"):
     return module
 
 
+class Levels(tuple):
+    """Traces, compiles, loads of a step, shown with its last miss."""
+
+    def __repr__(self):
+        return f"{tuple(self)}: {self.miss}"
+
+
 def levels(module):
-    """Traces, compiles, loads of a module's step."""
     stats = module.step.stats()
-    return stats.traces, stats.compiles, stats.loads
+    found = Levels((stats.traces, stats.compiles, stats.loads))
+    found.miss = module.step.last_miss
+    return found
