@@ -145,8 +145,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
         operation, argument = instruction.opname, instruction.argval
         if instruction.opcode in dis.hasname:
             is_load = operation in _ATTRIBUTE or operation in _GLOBAL
-            if is_load and (keys := _keys(instructions, index)):
-                names.keys.setdefault(argument, set()).add(keys)
+            if is_load and (all_keys := _all_keys(code, instructions, index)):
+                names.keys.setdefault(argument, set()).update(all_keys)
             else:
                 whole.add(argument)
         if operation in _GLOBAL or (operation in _CAPTURED and argument not in own_cells):
@@ -254,6 +254,37 @@ def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
             break
         attributes.append(instruction.argval)
     return tuple(attributes)
+
+
+def _all_keys(
+    code: CodeType, instructions: list[dis.Instruction], index: int
+) -> set[tuple[str, ...]]:
+    """The keys by which code reads what the instruction at `index` loads; none if it may read all.
+
+    It does so at once, or from a local variable of its own that stands for nothing else.
+    """
+    if keys := _keys(instructions, index):
+        return {keys}
+    store = instructions[index + 1] if index + 1 < len(instructions) else instructions[index]
+    is_own = store.argval not in parameters_of(code) and LOCAL_ACCESS.isdisjoint(code.co_names)
+    if store.opname != "STORE_FAST" or store.is_jump_target or not is_own:
+        return set()
+    found = {
+        _keys(instructions, at) if each.opname in _LOADS_VARIABLE else ()
+        for at, each in enumerate(instructions)
+        if each is not store and each.argval == store.argval and "_FAST" in each.opname
+    }
+    return set() if () in found else found
+
+
+_LOADS_VARIABLE = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+
+
+def parameters_of(code: CodeType) -> tuple[str, ...]:
+    """The names by which code is called, those of `*args` and `**kwargs` included."""
+    flags = code.co_flags
+    count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
+    return code.co_varnames[:count]
 
 
 def _keys(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:

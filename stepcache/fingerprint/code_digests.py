@@ -10,7 +10,7 @@ import re
 from types import CodeType
 from typing import Any
 
-from stepcache.fingerprint.bytecode import LOCAL_ACCESS
+from stepcache.fingerprint.bytecode import LOCAL_ACCESS, parameters_of
 
 
 @functools.lru_cache(maxsize=8192)
@@ -48,9 +48,7 @@ def _variables_that_count(code: CodeType) -> tuple:
     variables = tuple(map(without_address, itertools.count(), code.co_varnames))
     if not LOCAL_ACCESS.isdisjoint(code.co_names):
         return variables
-    flags = code.co_flags
-    count = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
-    return (*variables[:count], len(variables))
+    return (*variables[: len(parameters_of(code))], len(variables))
 
 
 def without_address(number: int, name: str) -> str:

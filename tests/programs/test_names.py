@@ -27,18 +27,26 @@ def test_chains_that_start_at_globals():
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ('self.config["a"]["b"] + self.config.get("c", x)', {("a", "b"), ("c",)}),
-        ('self.config["a"] + config["b"]', {("a",), ("b",)}),
-        ('self.config["a"] + len(self.config)', set()),
-        ('self.config["a"] + of(lambda: self.config)', set()),
-        ('self.config["a"] + x.read("config")', set()),
-        ('self.config["a"] + self.config.get(x)', set()),
-        ('self.config["a" if x else "b"]', set()),
-        ("self.config.get(*x)", set()),
+        ('return self.config["a"]["b"] + self.config.get("c", x)', {("a", "b"), ("c",)}),
+        ('return self.config["a"] + config["b"]', {("a",), ("b",)}),
+        ('own = self.config; return own["a"] * own.get("b")', {("a",), ("b",)}),
+        ('return self.config["a"] + len(self.config)', set()),
+        ('return self.config["a"] + of(lambda: self.config)', set()),
+        ('return self.config["a"] + x.read("config")', set()),
+        ('return self.config["a"] + self.config.get(x)', set()),
+        ('return self.config["a" if x else "b"]', set()),
+        ("return self.config.get(*x)", set()),
+        ('own = self.config; return own["a"], own', set()),
+        ('own = self.config; own["a"] = own["b"]', set()),
+        ('own = self.config; own = x or own; return own["a"]', set()),
+        ('own = self.config or x; return own["a"]', set()),
+        ('own = self.config; return lambda: own["a"]', set()),
+        ('own = self.config; return own["a"] * eval("own")', set()),
+        ('x = self.config; return x["a"]', set()),
     ],
 )
-def test_attributes_that_are_only_subscripted_with_constants(text, keys):
-    names = names_of(compiled(f"def f(self, x): return {text}"))
+def test_attributes_that_are_only_read_by_constant_keys(text, keys):
+    names = names_of(compiled(f"def f(self, x): {text}"))
     assert names.keys.get("config", set()) == keys
     assert "config" in names.attributes
 

@@ -110,7 +110,9 @@ HARMLESS = [
         captured = made({"rate": 2.0, "run": "«1¦2»"})
         class Trainer:
             def __init__(self, config): self.config = config
-            def scale(self): return self.config["model"]["width"] * self.config.get("rate", 1.0)
+            def scale(self):
+                config = self.config
+                return config["model"]["width"] * self.config.get("rate", 1.0) * config["rate"]
         trainer = Trainer(CONFIG)
         def step(x): return captured(x) * CONFIG["rate"] * CONFIG.get("bias", 0) + trainer.scale()
         """,
