@@ -41,6 +41,7 @@ UNSEEN = {
     "co_positions": "where code stands",
     "f_back": "the frames of running code",
     "cell_contents": "the variables of other functions",
+    "tell": "positions in files",
     "memory_stats": "amounts of memory in use",
     "live_arrays": "the arrays that exist",
 }

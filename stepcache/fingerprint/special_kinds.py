@@ -124,8 +124,6 @@ def _note_output(walk: Trail, path: str, stream: io.TextIOBase) -> None:
     for name in ("encoding", "errors", "name", "line_buffering"):
         walk.when_named(name, f"{path}.{name}", getattr(stream, name, None))
     walk.when_named("isatty", f"{path}.isatty()", stream.isatty())
-    for name in ("tell", "seek", "buffer", "detach"):  # What is below cannot be looked into.
-        walk.when_named(name, f"{path}.buffer", getattr(stream, "buffer", None))
 
 
 def _note_context_variable(walk: Trail, path: str, variable: ContextVar) -> None:

@@ -1831,8 +1831,7 @@ OUTSIDE = [
     Kind(
         "random_numpy_new_generator",
         "def step(x): return x * np.random.default_rng(«0¦1»).normal()",
-        "numpy.random",
-        vouched=False,
+        "step",
     ),
     Kind(
         "random_numpy_state",
