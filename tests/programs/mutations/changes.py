@@ -1378,6 +1378,16 @@ OBJECTS = [
         vouched=False,
     ),
     Kind(
+        "position_in_a_file",
+        """
+        import os
+        LOG = open(os.devnull, "w")
+        def step(x): return x * «2.0¦3.0» + 0 * LOG.tell()
+        """,
+        "tell",
+        vouched=False,
+    ),
+    Kind(
         "memory_of_a_device",
         """
         def step(x):
