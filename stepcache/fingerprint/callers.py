@@ -39,9 +39,10 @@ _NUMBERS_CALLS = "/equinox/_jit.py"
 CHECKS_TYPES = "<@beartype("
 """Begins the file name of code that beartype makes: it picks an item of a container at random, to
 check the type of that one, and passes on what it was given."""
-# Modules of Python that call functions written in C for their own ends alone.
-_CALL_FOR_THEMSELVES = frozenset(
-    module.__file__
+# Modules of Python that traces use for themselves: what their code reads, and which functions
+# written in C it calls, is for its own ends alone.
+FOR_THEMSELVES = frozenset(
+    str(module.__file__)
     for module in (
         *(collections, contextlib, dataclasses, enum, functools, inspect, reprlib, typing),
         weakref,
@@ -66,7 +67,7 @@ def calls_matter(filename: str) -> bool:
     if origin_of_file(filename) == INSTALLED:
         for_itself = filename.endswith((_NUMBERS_CALLS, _SHOWS_ARRAYS))
         return package_of(filename) not in FRAMEWORKS and not for_itself
-    return filename not in _CALL_FOR_THEMSELVES and not filename.startswith(CHECKS_TYPES)
+    return filename not in FOR_THEMSELVES and not filename.startswith(CHECKS_TYPES)
 
 
 def is_import_hook(frame: FrameType) -> bool:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import ast
 import collections
-import contextlib
-import dataclasses
 import dis
-import enum
 import functools
-import inspect
 import logging
 import re
 import sys
 import threading
 import tokenize
 import types
-import typing
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +24,7 @@ from stepcache.fingerprint.bytecode import (
     instructions_of,
     names_of,
 )
+from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -119,14 +115,10 @@ def _is_of_library(filename: str) -> bool:
 
 
 _USED_BY_TRACES = (
+    *FOR_THEMSELVES,
     *(f"{Path(str(package.__file__)).parent}/" for package in (collections, logging, re)),
-    *(
-        str(module.__file__)
-        for module in (
-            *(ast, contextlib, dataclasses, enum, functools, inspect, threading, tokenize),
-            *(types, typing, weakref, sys.modules["_weakrefset"], sys.modules["abc"]),
-        )
-    ),
+    *(str(module.__file__) for module in (abc, ast, threading, tokenize, types)),
+    str(sys.modules["_weakrefset"].__file__),
     "<",
 )
 

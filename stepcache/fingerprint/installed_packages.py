@@ -143,7 +143,9 @@ class _ModuleState:
         walk.once(f"{NAMES_OF}{self._name}", token)
 
     def known(self, read: str) -> list[Meaning]:
-        """What some names meant when they were last looked at."""
+        """What some names meant when they were last looked at; of most there is nothing to say."""
+        if read in self._known:
+            return self._known[read][1]
         return [self._meanings[name] for name in read.split() if name in self._meanings]
 
     def look(self) -> None:

@@ -21,6 +21,8 @@ from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
 from stepcache.fingerprint import jax_alone, opened_files
 from stepcache.fingerprint.callers import (
+    FOR_THEMSELVES,
+    FRAMEWORKS,
     calls_matter,
     is_bystander,
     is_import_hook,
@@ -156,14 +158,13 @@ def count_in(codes: dict[int, CodeType]) -> None:
     _of_jax.update(codes)
 
 
-def _note(code: CodeType) -> bool:
-    """Notes that code counts. Returns whether it need not be seen again, as JAX's own."""
+def _note(code: CodeType) -> None:
+    """Notes that code counts."""
     if id(code) in _counted and package_of(code.co_filename) in OF_JAX:
         _of_jax[id(code)] = code
-        return True
+        return
     for recording in active.current():
         recording.entered[id(code)] = code
-    return False
 
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
@@ -187,6 +188,8 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
+            if name.partition(".")[0] in FRAMEWORKS:
+                _made_by_frameworks[id(code)] = code
             return True
         if code.co_name == "__hash__" and _is_for_caches_of_jax(frame):
             return False
@@ -202,6 +205,17 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     opened_files.watch_before(code, frame.f_globals)
     _note(code)
     return True
+
+
+_made_by_frameworks: dict[int, CodeType] = {}
+"""Code that frameworks have made by exec, by identity, such as methods of their dataclasses."""
+
+
+def _is_done_with(code: CodeType) -> bool:
+    """Whether code that was seen once need not be seen again, in this trace or in another one."""
+    return (
+        id(code) in _of_jax or code.co_filename in FOR_THEMSELVES or id(code) in _made_by_frameworks
+    )
 
 
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
@@ -303,9 +317,10 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if not active.current():
             return
         if id(code) in _counted:
-            see(code, _note(code))
+            _note(code)
+            see(code, _is_done_with(code))
         elif _enter(code, frame):
-            see(code, id(code) in _of_jax)
+            see(code, _is_done_with(code))
 
     def called(function: Any, frame: FrameType) -> None:
         owner = function.__self__
@@ -362,7 +377,7 @@ def _py_start(code: CodeType, offset: int) -> Any:
         _note(code)
     elif not _enter(code, sys._getframe(1)):
         return None
-    if id(code) in _of_jax:
+    if _is_done_with(code):
         return _monitor.disable(code, for_good=True)
     if calls_matter(code.co_filename):
         _monitor.see_calls_from(code)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
@@ -110,7 +111,9 @@ class Trail(ABC):
 
         def may_be_used(value: Any) -> bool:
             function = function_in(value)
-            return function is None or function.__code__ in entered
+            if function is None or function.__code__ in entered:
+                return True
+            return function.__code__.co_filename in FOR_THEMSELVES
 
         return {
             name
