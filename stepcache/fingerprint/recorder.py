@@ -21,7 +21,6 @@ from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
 from stepcache.fingerprint import jax_alone, opened_files
 from stepcache.fingerprint.callers import (
-    FOR_THEMSELVES,
     FRAMEWORKS,
     calls_matter,
     is_bystander,
@@ -213,9 +212,7 @@ _made_by_frameworks: dict[int, CodeType] = {}
 
 def _is_done_with(code: CodeType) -> bool:
     """Whether code that was seen once need not be seen again, in this trace or in another one."""
-    return (
-        id(code) in _of_jax or code.co_filename in FOR_THEMSELVES or id(code) in _made_by_frameworks
-    )
+    return id(code) in _of_jax or id(code) in _made_by_frameworks
 
 
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
-from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import why_impure
@@ -111,9 +110,7 @@ class Trail(ABC):
 
         def may_be_used(value: Any) -> bool:
             function = function_in(value)
-            if function is None or function.__code__ in entered:
-                return True
-            return function.__code__.co_filename in FOR_THEMSELVES
+            return function is None or function.__code__ in entered
 
         return {
             name
