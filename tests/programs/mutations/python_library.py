@@ -1,7 +1,5 @@
 """Changes of what Python's own library reads, of the user's objects or of what it keeps itself."""
 
-import sys
-
 from .kinds import Kind
 
 SHOWN_OR_COMPARED = [
@@ -232,7 +230,6 @@ KEPT_BY_IT = [
         def context(): return np.printoptions(precision=«3¦5»)
         def step(x): return x * len(str(A))
         """,
-        "format_options" if sys.version_info >= (3, 12) else "get_ident",
-        vouched=sys.version_info >= (3, 12),
+        "format_options",
     ),
 ]
