@@ -86,7 +86,7 @@ class Names:
     imports: list[Import] = field(default_factory=list)
     # Every attribute name and every string constant: what it may read of an object.
     attributes: set[str] = field(default_factory=set)
-    # Attributes among them that it only subscripts with constants: see `Read.keys`.
+    # Attributes among them of which it reads keys alone: see `Read.keys`.
     keys: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
     # Those among them that are more than the name of an argument in a call.
     accessed: set[str] = field(default_factory=set)
