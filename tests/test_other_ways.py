@@ -26,7 +26,7 @@ NOT_PUBLIC = (
 )
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("names", [SAMPLE, TESTS], ids=len)
 @pytest.mark.parametrize(
     ("variable", "value", "left_out"),

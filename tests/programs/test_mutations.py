@@ -99,7 +99,7 @@ def account(found):
     return "\n".join((found["miss"], *found["changes"], *found["untrackable"]))
 
 
-@pytest.mark.sample(every=20)
+@pytest.mark.sample(every=26)
 @pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.name)
 def test_a_change_is_seen_and_named(kind, runs):
     first, changed, again = (each[kind.name] for each in runs)
@@ -117,7 +117,7 @@ def test_a_change_is_seen_and_named(kind, runs):
         assert kind.named in "\n".join(first["untrackable"])
 
 
-@pytest.mark.sample(every=12)
+@pytest.mark.sample(every=16)
 @pytest.mark.parametrize("kind", harmless.HARMLESS, ids=lambda kind: kind.name)
 def test_what_does_not_matter_is_not_seen(kind, runs):
     first, changed, again = (each[kind.name] for each in runs)
