@@ -41,7 +41,6 @@ UNSEEN = {
     "co_positions": "where code stands",
     "f_back": "the frames of running code",
     "cell_contents": "the variables of other functions",
-    "tell": "positions in files",
     "memory_stats": "amounts of memory in use",
     "live_arrays": "the arrays that exist",
 }
@@ -266,9 +265,10 @@ def _all_keys(
     """
     if keys := _keys(instructions, index):
         return {keys}
-    store = instructions[index + 1] if index + 1 < len(instructions) else instructions[index]
-    is_own = store.argval not in parameters_of(code) and LOCAL_ACCESS.isdisjoint(code.co_names)
-    if store.opname != "STORE_FAST" or store.is_jump_target or not is_own:
+    store = instructions[min(index + 1, len(instructions) - 1)]
+    if store.opname != "STORE_FAST" or store.is_jump_target or store.argval in parameters_of(code):
+        return set()
+    if not LOCAL_ACCESS.isdisjoint(code.co_names):
         return set()
     found = {
         _keys(instructions, at) if each.opname in _LOADS_VARIABLE else ()

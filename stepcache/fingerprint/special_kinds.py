@@ -33,6 +33,7 @@ _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
 _MESHES = jax.sharding.Mesh | jax.sharding.AbstractMesh
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
+_TEXT: Any = io.TextIOBase.__bases__[0]  # To ask the abstract class takes long, and asks proxies.
 
 
 def note_special(walk: Trail, path: str, value: Any) -> bool:
@@ -114,16 +115,20 @@ def _full_name(kind: type) -> str:
 
 def is_output(value: Any) -> TypeGuard[io.TextIOBase]:
     """Whether a value is a stream of text that is only written to, as `sys.stderr` is."""
-    is_text = isinstance(value, io.TextIOBase) and origin_of(type(value)) != USER
+    is_text = issubclass(type(value), _TEXT) and origin_of(type(value)) != USER
     return is_text and not value.closed and value.writable() and not value.readable()
 
 
 def _note_output(walk: Trail, path: str, stream: io.TextIOBase) -> None:
     """Notes a stream; of what it says of itself, that which code asks for."""
     walk.note(path, "an output stream")
-    for name in ("encoding", "errors", "name", "line_buffering"):
+    for name in ("encoding", "errors", "line_buffering"):
         walk.when_named(name, f"{path}.{name}", getattr(stream, name, None))
+    name = getattr(stream, "name", None)
+    walk.when_named("name", f"{path}.name", walk.place(name) if isinstance(name, str) else name)
     walk.when_named("isatty", f"{path}.isatty()", stream.isatty())
+    position = stream.tell() if stream.seekable() else None
+    walk.when_named("tell", f"{path}.tell()", position)
 
 
 def _note_context_variable(walk: Trail, path: str, variable: ContextVar) -> None:
@@ -187,7 +192,7 @@ _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
     *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
-    *(enum.Enum, PurePath, logging.Logger, ContextVar, io.TextIOBase, _REMEMBERING),
+    *(enum.Enum, PurePath, logging.Logger, ContextVar, _TEXT, _REMEMBERING),
 )
 
 

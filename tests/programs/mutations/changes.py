@@ -1380,12 +1380,13 @@ OBJECTS = [
     Kind(
         "position_in_a_file",
         """
-        import os
-        LOG = open(os.devnull, "w")
-        def step(x): return x * «2.0¦3.0» + 0 * LOG.tell()
+        from pathlib import Path
+        HERE = Path(__file__).parent
+        (HERE / "position.txt").write_text("«ab¦abc»")
+        LOG = open(HERE / "position.txt", "a")
+        def step(x): return x * LOG.tell()
         """,
-        "tell",
-        vouched=False,
+        "LOG.tell()",
     ),
     Kind(
         "memory_of_a_device",

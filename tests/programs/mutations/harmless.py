@@ -122,13 +122,15 @@ HARMLESS = [
         """
         import os, sys
         OUT, LOG = sys.stderr, open(os.devnull, "w")
+        class Strategy:
+            def tell(self, x): return x * 2
         def step(x):
             «# One.¦# Two.»
             for out in (OUT, LOG):
                 print("traced", np.ones(2), file=out, flush=True)
             sys.stdout.flush()
             rate = np.random.default_rng(0).normal()
-            return x * rate * len(os.path.normpath("a/../b"))
+            return Strategy().tell(x) * rate * len(os.path.normpath("a/../b"))
         """,
     ),
     _kind(
