@@ -8,7 +8,7 @@ in processes of their own, in turn:
 - stepcache, warm, its step defined first, so that loading hides behind building the parameters;
 - and both without anything stored, for comparison.
 
-    python -m benchmarks.restart [--quick]
+    python -m benchmarks.restart [--quick] [--cases 24x1 …]
 """
 
 from __future__ import annotations
@@ -163,15 +163,17 @@ def main() -> None:
     parser.add_argument(
         "--work", choices=("jax", "late", "early", "unverified"), help=argparse.SUPPRESS
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--devices", type=int, default=1)
+    about = "LAYERSxDEVICES each; of a GPU, as many as there are"
+    parser.add_argument("--cases", nargs="+", default=["24x1", "24x4", "6x4", "48x4"], help=about)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options.work, options.layers, options.devices)
         return
     from benchmarks.harness import show, write
 
-    cases = [(24, 1), (24, 4), (6, 4), (48, 4)]
+    cases = [tuple(map(int, case.split("x"))) for case in options.cases]
     rounds, colds = options.rounds, 1
     if options.quick:
         cases, rounds, colds = [(1, 1)], 1, 0

@@ -10,7 +10,7 @@ Each contender runs in fresh processes, in turn with its peer:
 Two times are taken: seconds from the first call to the last result, where each step is called once
 and waited for, and seconds from there to the end of the process.
 
-    python -m benchmarks.small_steps [--quick] [--rounds N] [--only WORDS]
+    python -m benchmarks.small_steps [--quick] [--rounds N] [--only WORDS … [--write]]
 """
 
 from __future__ import annotations
@@ -237,7 +237,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few functions, one round")
     parser.add_argument("--rounds", type=int, help="5, or 1 with --quick")
-    parser.add_argument("--only", default="", help="only cases whose name contains these words")
+    about = "only cases whose name contains any of these words"
+    parser.add_argument("--only", nargs="+", default=[""], help=about)
+    parser.add_argument("--write", action="store_true", help="write the result of a part, too")
     parser.add_argument("--work", choices=("jax", "stepcache"), help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
@@ -249,7 +251,9 @@ def main() -> None:
 
     rounds = options.rounds or (1 if options.quick else 5)
     cases = [
-        case for case in (QUICK_CASES if options.quick else CASES) if options.only in case.name
+        case
+        for case in (QUICK_CASES if options.quick else CASES)
+        if any(words in case.name for words in options.only)
     ]
     starts, ends, details = [], [], {}
     for case in cases:
@@ -261,7 +265,7 @@ def main() -> None:
     for name, counts in details.items():
         if counts:
             print(f"{name}: {counts}")
-    if not options.quick and not options.only:
+    if not options.quick and (options.write or options.only == [""]):
         print(f"written to {write('small_steps', starts + ends, details, rounds=rounds)}")
 
 

@@ -40,7 +40,7 @@ OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
-    if jax.default_backend() == "cpu":
+    if os.environ["JAX_PLATFORMS"] == "cpu":
         assert jax.device_count() == 8
 
 
@@ -67,6 +67,8 @@ def links_are_not_known(monkeypatch):
 @pytest.fixture
 def mesh():
     """4 × 2 devices, "data" × "model"."""
+    if jax.device_count() < 8:
+        pytest.skip("it takes eight devices")
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # Few processes have a shared cache.
 
 _PRELOADED_AT_MOST = 256
 
+_Key = tuple[str, str, tuple[int, ...]]  # The digest of a program, and its devices, as `named`.
+
 
 class Preloader:
     """Loads executables in the background.
@@ -42,12 +44,11 @@ class Preloader:
         self._run_log, self._records, self._read, self._remote = run_log, records, read, remote
         self.worker = Worker("stepcache preload", droppable=True, poll_seconds=0.01)
         self._lock = threading.Lock()
-        # By digest and numbers of devices.
-        self.preloaded: dict[tuple[str, tuple[int, ...]], Job] = {}
-        self._taken: set[tuple[str, tuple[int, ...]]] = set()
+        self.preloaded: dict[_Key, Job] = {}
+        self._taken: set[_Key] = set()
         self._asked_for: set[str] = set()
         # One job waits for JAX's backend, however many programs there are.
-        self._ahead: dict[tuple[str, tuple[int, ...]], None] = {}
+        self._ahead: dict[_Key, None] = {}
 
     def preload(self, label: str) -> None:
         """Starts loading what the last run of this script used of a step; once."""
@@ -59,7 +60,7 @@ class Preloader:
 
     def take(self, digest: str, devices: Sequence[Any]) -> Any:
         """An executable that was loaded for these devices, or is being; None without one."""
-        key = (digest, tuple(device.id for device in devices))
+        key = (digest, *named(devices))
         with self._lock:
             ahead = self.preloaded.pop(key, None)
             self._taken.add(key)
@@ -75,7 +76,8 @@ class Preloader:
                     look_at_modules(record.used.modules, record.used.names)
         with self._lock:
             is_waiting = bool(self._ahead)
-            self._ahead.update(dict.fromkeys((row.program, tuple(row.devices)) for row in rows))
+            keys = ((row.program, row.platform, tuple(row.devices)) for row in rows)
+            self._ahead.update(dict.fromkeys(keys))
         if not is_waiting:
             self.worker.submit(self._load_ahead)
 
@@ -85,17 +87,28 @@ class Preloader:
             return LATER
         with self._lock:
             keys, self._ahead = self._ahead, {}
-            own = {device.id for device in jax.local_devices()} if keys else set()
             for key in keys:
-                known = key in self._taken or key in self.preloaded
-                is_of_others = own.isdisjoint(key[1])  # Of another process of a pod, alone.
-                if not (known or is_of_others) and len(self.preloaded) < _PRELOADED_AT_MOST:
-                    self.preloaded[key] = self.worker.submit(functools.partial(self._load, *key))
+                is_new = key not in self._taken and key not in self.preloaded
+                if is_new and len(self.preloaded) < _PRELOADED_AT_MOST:
+                    digest, platform, numbers = key
+                    if devices := _devices(platform, numbers):
+                        load = functools.partial(storing.load_executable, devices=devices)
+                        job = functools.partial(self._read, digest, load)
+                        self.preloaded[key] = self.worker.submit(job)
         return None
 
-    def _load(self, digest: str, numbers: tuple[int, ...]) -> Any:
-        by_number = {device.id: device for device in jax.devices()}
-        if not set(numbers) <= by_number.keys():
-            return None
-        devices = tuple(by_number[number] for number in numbers)
-        return self._read(digest, lambda data: storing.load_executable(data, devices))
+
+def named(devices: Sequence[Any]) -> tuple[str, tuple[int, ...]]:
+    """What to call the devices of a program: those of one platform have one number each."""
+    return devices[0].platform if devices else "", tuple(device.id for device in devices)
+
+
+def _devices(platform: str, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    """Devices by their names; none where any does not exist, or all are of other processes."""
+    try:
+        by_number = {device.id: device for device in jax.devices(platform or None)}
+        found = tuple(by_number[number] for number in numbers)
+    except (RuntimeError, KeyError):  # There is no such platform here, or no such device.
+        return ()
+    here = jax.process_index(platform or None)
+    return found if any(device.process_index == here for device in found) else ()

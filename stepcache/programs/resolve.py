@@ -40,6 +40,7 @@ from stepcache.programs.builds import builds
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import LookupResult
 from stepcache.programs.miss_log import MissLog
+from stepcache.programs.preload import named
 from stepcache.programs.resolution import MissedCall, Resolution
 from stepcache.programs.verification import Checks
 from stepcache.units import readable_bytes
@@ -359,13 +360,15 @@ def _note(
     address, program = resolution.address, resolution.program
     assert address is not None
     devices = storing.program_devices(program.run) if resolution.digest else ()
+    platform, numbers = named(devices)
     archive.note(
         _EVENTS[program.level],
         name,
         address.label,
         lookup=address.digest,
         program=resolution.digest,
-        devices=[device.id for device in devices],
+        platform=platform,
+        devices=list(numbers),
         seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
         reason=miss.headline,
         changes=_plain(miss.changes),

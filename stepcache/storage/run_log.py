@@ -47,7 +47,8 @@ class Row:
     label: str  # File and name of the step.
     lookup: str = ""  # Digest of the step's entry.
     program: str = ""  # Digest of the executable; empty if it is not on disk.
-    devices: list[int] = field(default_factory=list)  # Devices of the program, by number.
+    platform: str = ""  # The platform of the program's devices.
+    devices: list[int] = field(default_factory=list)  # These devices, by number.
     # Duration of each stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
     # "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
     seconds: dict[str, float] = field(default_factory=dict)

@@ -326,7 +326,7 @@ class InHostMemory(Master):
         """The value in the memory of this host, in the shapes that it has on the devices."""
         layout, whole = self.host_layout, transfer.in_device_shape
         rows = zip(self.packed.buffers, layout.on_host, layout.on_device, strict=True)
-        buffers = (x if host is None else whole(x, at) for x, host, at in rows)
+        buffers = (whole(x, at) if host or not at.size else x for x, host, at in rows)
         return Packed(self.layout, tuple(buffers))
 
     def store(self, packed: Packed, session: Any) -> None:

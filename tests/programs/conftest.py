@@ -16,10 +16,11 @@ def install(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(site))
     installed = []
 
-    def install_package(name, files):
+    def install_package(name, files, is_distributed=True):
         texts = {site / name / file: textwrap.dedent(text) for file, text in files.items()}
         about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        texts[site / f"{name}-1.0.dist-info" / "METADATA"] = about
+        if is_distributed:
+            texts[site / f"{name}-1.0.dist-info" / "METADATA"] = about
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

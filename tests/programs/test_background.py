@@ -417,7 +417,7 @@ def test_one_job_waits_for_jax_to_load_all_programs(monkeypatch):
     is_running, read = threading.Event(), []
     monkeypatch.setattr(jaxcompat, "backends_are_initialized", is_running.is_set)
     rows = {
-        name: [Row("built", 0.0, "", "", "", "", f"{name}{n}", [0]) for n in (1, 2)]
+        name: [Row("built", 0.0, "", "", "", program=f"{name}{n}", devices=[0]) for n in (1, 2)]
         for name in "ab"
     }
     run_log = types.SimpleNamespace(last_run_of=rows.get)
@@ -435,6 +435,28 @@ def test_one_job_waits_for_jax_to_load_all_programs(monkeypatch):
     for _ in range(2):  # That job, and those that it submits.
         within_limit(preloader.worker.flush)
     assert sorted(read) == ["a1", "a2", "b1", "b2"]
+
+
+@stored
+def test_a_program_is_loaded_ahead_for_devices_of_its_own_platform():
+    """Devices of several platforms have the same numbers."""
+    places = {"here": ("cpu", [0]), "elsewhere": ("tpu", [0]), "more": ("cpu", [0, 99])}
+    rows = [
+        Row("built", 0.0, "", "", "", program=name, platform=platform, devices=numbers)
+        for name, (platform, numbers) in places.items()
+    ]
+    read = []
+    preloader = Preloader(
+        types.SimpleNamespace(last_run_of=lambda label: rows),
+        lambda lookup: [],
+        lambda digest, load: read.append((digest, load.keywords["devices"])) or digest,
+        None,
+    )
+    preloader.preload("step")
+    for _ in range(3):
+        within_limit(preloader.worker.flush)
+    assert read == [("here", tuple(jax.devices("cpu")[:1]))]
+    assert preloader.take("here", jax.devices("cpu")[:1]) == "here"
 
 
 # ---- what a check in the background has found --------------------------------------------------

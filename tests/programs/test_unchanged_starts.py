@@ -10,6 +10,7 @@ import pytest
 from flax.linen import module as linen_module
 
 from stepcache import jaxcompat
+from stepcache.fingerprint import provenance
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
@@ -699,3 +700,49 @@ def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
     assert (levels(again) == WITHOUT_A_TRACE) == is_known
     why = f"package {name}: it has compiled code, which may read anything"
     assert (why in again.step.last_miss.untrackable) != is_known
+
+
+# ---- packages that no distribution contains ----------------------------------------------------
+
+COPIED = {"__init__.py": "from copied_pkg.scaling import twice", "data.txt": "2"}
+COPIED |= {"scaling.py": "FACTOR = 2\ndef twice(x): return x * FACTOR"}
+USES_COPY = """
+import copied_pkg
+
+@sc.step
+def step(x):
+    return copied_pkg.twice(x)
+"""
+
+
+def test_a_package_without_a_distribution_stands_for_itself(install, tmp_path):
+    """It may have been copied to where others are installed."""
+    install("copied_pkg", COPIED, is_distributed=False)
+    first = start(USES_COPY, "copied_pkg", tmp_path)
+    assert not first.step.last_miss.untrackable
+    assert levels(start(USES_COPY, "copied_pkg", tmp_path)) == WITHOUT_A_TRACE
+    for name in ("__init__.py", "data.txt", "more/new.py"):
+        install("copied_pkg", {name: COPIED.get(name, "") + "\n"}, is_distributed=False)
+        again = start(USES_COPY, "copied_pkg", tmp_path)
+        assert levels(again) == WITHOUT_COMPILING
+        assert "package copied_pkg: files" in str(again.step.last_miss)
+
+
+def test_a_package_of_very_many_files_stands_for_nothing(install, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "_MOST_FILES", 2)
+    install("copied_pkg", COPIED, is_distributed=False)
+    for _ in range(2):
+        again = start(USES_COPY, "copied_pkg", tmp_path)
+        assert "no installed distribution contains it" in str(again.step.last_miss)
+
+
+@pytest.mark.parametrize("lists_files", [False, True])
+def test_the_distribution_of_a_package_of_another_name(lists_files, install):
+    install("copied_pkg", COPIED, is_distributed=False)
+    about = {"METADATA": "Name: some-project\nVersion: 3\n"}
+    if lists_files:
+        about["RECORD"] = "copied_pkg/__init__.py,,"
+    else:
+        about["top_level.txt"] = "copied_pkg"
+    install("some_project-3.dist-info", about, is_distributed=False)
+    assert provenance.distribution_of("copied_pkg") == ("copied_pkg", "some-project 3")
