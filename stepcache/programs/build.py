@@ -24,7 +24,7 @@ from stepcache._changes import Undoing
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
 from stepcache.calls.nnx_modules import checking_modules, passes_modules
-from stepcache.calls.signature import Leaf, short_type
+from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
 
@@ -107,7 +107,7 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     stand_ins = [
         value
         if leaf.sharding == given.sharding or (leaf.sharding is None and not request.commits)
-        else _stand_in(leaf)
+        else leaf.stand_in()
         for value, given, leaf in zip(call.leaves, call.signature.leaves, leaves, strict=True)
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
@@ -127,17 +127,11 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
             if settled == known:
                 break
             for number in settled:
-                stand_ins[number] = _stand_in(leaves[number].settled())
+                stand_ins[number] = leaves[number].settled().stand_in()
             args, kwargs = call.rebuilt(stand_ins)
         if request.mesh is not None and not spec.places_outputs:
             staged.pin_outputs(pins)
     return staged
-
-
-def _stand_in(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
-    )
 
 
 def build(

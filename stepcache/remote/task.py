@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 
 import stepcache
@@ -347,7 +348,7 @@ def main(arguments: Sequence[str], key: bytes = b"") -> None:
         "task": int(rank),
         "process": str(Process.current()),
         "devices": len(found),
-        "platform": found[0].platform,
+        "platform": export.default_export_platform(),  # Not "gpu": "cuda" or "rocm".
         "kind": found[0].device_kind,
     }
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from moving import mesh_of, session, watching
+from test_host import bump, every_kind_of_leaf
 
 import stepcache as sc
 from stepcache import jaxcompat
@@ -80,6 +82,30 @@ def test_values_cross_inside_the_program_as_the_plan_says(mesh):
         assert sum(crossing) == planned[HOST_LINK]
         np.testing.assert_allclose(state["moments"].value["w"], 7.125)
         assert step.stats().misses == 1
+
+
+def settle(state):
+    """One more, and no number comes back weakly typed."""
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), bump(state))
+
+
+@pytest.mark.parametrize("change", [bump, settle])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_program_takes_each_buffer_from_the_memory_in_which_it_lies(mesh, change):
+    """GPUs refuse any other; CPU devices take what they get."""
+    step = sc.step(change, carry="state")
+    with session(mesh):
+        state = sc.Variables(every_kind_of_leaf(), placement=sc.OnHost())
+        for _ in range(2):
+            text = step.lower(state).as_text()
+            (arguments,) = re.findall(r"func public @main\((.*)\) -> ", text)
+            found = [
+                "pinned_host" if '"pinned_host"' in each else "device"
+                for each in re.split(r"%arg\d+: ", arguments)[1:]
+            ]
+            assert found == [array.sharding.memory_kind for array in state._master.arrays()]
+            assert found.count("pinned_host") > 10
+            step(state)
 
 
 @pytest.mark.parametrize("warm", [False, True])
