@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -215,7 +216,8 @@ def compare(case: Case, rounds: int) -> tuple[list, list, dict[str, Any]]:
             (root / way).rename(root / f"{way}, filled")
         results = [one_round(case, root, shuffler) for _ in range(rounds)]
     sums = {each["sum"] for one in results for each in one.values()}
-    assert len(sums) == 1, f"{case.name}: the contenders disagree: {sums}"
+    agree = math.isclose(min(sums), max(sums), rel_tol=1e-3)  # XLA tunes GPU programs by timing.
+    assert agree, f"{case.name}: the contenders disagree: {sums}"
     starts = _rows(case.name, contenders, results, "seconds")
     ends = _rows(f"end, {case.name}", contenders, results, "end_seconds")
     details = {f"{case.name}: {name}": results[-1][name]["counts"] for name in contenders}
