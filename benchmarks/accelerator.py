@@ -55,7 +55,8 @@ def main() -> None:
     print(f"GB/s of {megabytes} MiB: {speeds}")
     if not quick:
         figures = {"gigabytes_per_second": speeds}
-        print(f"written to {write('accelerator', starts + rows, figures, rounds=rounds)}")
+        about = {"rounds": rounds, "call_rounds": settings["rounds"]}
+        print(f"written to {write('accelerator', starts + rows, figures, **about)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import communication_tables
-from benchmarks.result_tables import EVERY, beside_others, result, table
+from benchmarks.result_tables import EVERY, beside_others, on_a_gpu, result, table
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -337,7 +337,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
         agreement,
     )
 }
-BLOCKS |= {"beside others": beside_others, **EVERY, **communication_tables.BLOCKS}
+BLOCKS |= {
+    "beside others": beside_others,
+    "on a gpu": on_a_gpu,
+    **EVERY,
+    **communication_tables.BLOCKS,
+}
 
 
 def pages() -> list[Path]:

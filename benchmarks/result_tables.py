@@ -133,7 +133,7 @@ _CASES_OF_A_POD = (
 )
 _WHOLE = (
     *("dispatch", "restart", "first_steps", "small_steps", "remote_cache", "padding", "resident"),
-    *("modules", "pod_start", "pod_calls", "served", "remote"),
+    *("modules", "pod_start", "pod_calls", "served", "remote", "accelerator"),
 )
 EVERY: dict[str, Callable[[], str]] = {
     f"every {name}": functools.partial(every, name)
@@ -147,6 +147,9 @@ EVERY: dict[str, Callable[[], str]] = {
 _JIT, _NNX = ("`jax.jit`", "jax.jit"), ("`nnx.jit`", "nnx.jit")
 _FIRST = ("`jax.jit`", "jax.jit, nothing stored")
 _CACHE = ("JAX's own cache", "jax.jit, persistent cache")
+_FIRST_OF_OURS = (_FIRST, "stepcache, nothing stored")
+_CACHE_OF_OURS = (_CACHE, "stepcache, third start")
+_RESIDENT = "stepcache, resident"
 _SESSION = ("TF 1's session callable", "TF 1 session callable")
 _SERVER = ("TF's parameter server", "TensorFlow, parameter server")
 _PUSHED = "a worker reads 16 MB from a server, and pushes as much"
@@ -163,15 +166,15 @@ _ROWS = (
     ),
     (
         *("the next start, 40 small functions", "small_steps", "40 functions, warm"),
-        *(_CACHE, "stepcache, third start"),
+        *_CACHE_OF_OURS,
     ),
     (
         *("the first start of all, 40 small functions", "small_steps", "40 functions, cold"),
-        *(_FIRST, "stepcache, nothing stored"),
+        *_FIRST_OF_OURS,
     ),
     (
         *("the first start of all, 12 layers", "small_steps", "12 layers, cold"),
-        *(_FIRST, "stepcache, nothing stored"),
+        *_FIRST_OF_OURS,
     ),
     (
         *("a step whose moments are on the host", "resident", "moments on the host, 12 layers"),
@@ -184,12 +187,51 @@ _ROWS = (
 )
 
 
+_ON_A_GPU = (
+    ("the first start of all, 40 small functions", "40 functions, cold", *_FIRST_OF_OURS),
+    ("the next start, 40 small functions", "40 functions, warm", *_CACHE_OF_OURS),
+    ("the next start, 12 layers", "12 layers, warm", *_CACHE_OF_OURS),
+    ("a call that hits, 100 leaves", "100 leaves", _JIT, "stepcache"),
+    ("a training step, its state in `Variables`", "training step, 12 layers", _JIT, _RESIDENT),
+    (
+        *("a step whose moments are on the host", "moments on the host, 12 layers"),
+        *(("copies by hand", "copies by hand"), "stepcache, OnHost"),
+    ),
+    (
+        *("512 MiB from the host to the device", "512 MiB to one device"),
+        *(("`device_put` of numpy", "jax.device_put of numpy"), "a read"),
+    ),
+    (
+        *("the same, beside `device_put` of pinned memory", "512 MiB to one device"),
+        *(("`device_put`", "jax.device_put of pinned"), "a read"),
+    ),
+)
+
+
+def _beside(found: Result, what: str, case: str, peer: tuple[str, str], ours: str) -> list[str]:
+    """A row: what it is, beside whom, how long they take, and our ratio to that."""
+    shown, name = peer
+    theirs = found.by_name[case, name]
+    seconds = theirs["median_seconds"]
+    ratio = found.ratio(case, ours)
+    if theirs["ratio"] != 1:  # They are not the first contender either.
+        ratio = f"{found.by_name[case, ours]['median_seconds'] / seconds:.2f} ×"
+    return [what, shown, in_units(seconds), ratio]
+
+
 def beside_others() -> str:
     """stepcache beside what else there is: one row of each benchmark."""
-    rows = []
-    for what, name, case, (shown, peer), ours in _ROWS:
-        found = result(name)
-        seconds = found.by_name[case, peer]["median_seconds"]
-        rows.append((what, shown, in_units(seconds), found.ratio(case, ours), f"`{name}`"))
+    rows = [(*_beside(result(name), what, *rest), f"`{name}`") for what, name, *rest in _ROWS]
     header = ("", "beside", "which takes", "stepcache", "`python -m benchmarks.` …")
     return table(header, rows, 2) + f"\n{result('small_steps').versions}, CPU, two cores.\n"
+
+
+def on_a_gpu() -> str:
+    """The same on one GPU."""
+    found = result("accelerator")
+    header = (f"on one {found.device.partition(' ×')[0]}", "beside", "which takes", "stepcache")
+    rows = [_beside(found, *row) for row in _ON_A_GPU]
+    rounds = found.settings["rounds"], found.settings["call_rounds"]
+    about = "{}; medians and quartiles of {} rounds for starts, {} for calls."
+    about = about.format(found.versions, *rounds)
+    return table(header, rows, 2) + f"\n{about} `python -m benchmarks.accelerator`\n"

@@ -56,6 +56,7 @@ ROUNDS = {
     "pod_protocol": 5,
 }
 ROUNDS |= {"served": 7, "padding": 5, "remote_cache": 2, "remote": 15}
+ROUNDS |= {"accelerator": 3}  # Its starts; few minutes of a GPU have to do.
 
 
 @pytest.mark.parametrize("result", sorted((ROOT / "benchmarks" / "results").glob("*.json")))
