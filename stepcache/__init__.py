@@ -39,6 +39,7 @@ from stepcache.errors import (
 )
 from stepcache.events import Change, Miss, StepStats, recorder
 from stepcache.programs.cache import CacheInfo, ProgramCache
+from stepcache.programs.opening import look_ahead as _look_ahead
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
 from stepcache.report.advice import Advice, advise
 from stepcache.report.explanation import Explanation
@@ -108,3 +109,4 @@ __all__ = [
 
 _jaxcompat.hide_frames(_os.path.dirname(_os.path.abspath(__file__)))
 _history.import_seconds = _time.perf_counter() - _started
+_look_ahead()

@@ -4,6 +4,7 @@ A step made from a function that was compiled from the same source shares nothin
 one but the directory of programs.
 """
 
+import importlib.machinery
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Loaded, Verified, recorder
+from stepcache.fingerprint import installed_packages
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -712,6 +714,59 @@ def test_what_the_last_run_used_is_loaded_beforehand(tmp_path):
     assert outputs[0] == [0, 0, 1, 1, 0, 8]
     assert outputs[1] == [1, 0, 0, 0, 1, 8], "what was loaded beforehand is used"
     assert outputs[2][2:] == [0, 0, 1, 8], "the first call waits for what is not there yet"
+
+
+LOOKS_AHEAD = """
+import os, sys
+import numpy as np
+import stepcache as sc
+from stepcache.fingerprint import installed_packages
+from stepcache.programs import opening
+
+opening._ahead.flush()
+looked_at, opened = set(installed_packages._states), dict(opening._opened)
+if "elsewhere" in sys.argv:
+    os.environ["STEPCACHE_DIR"] += "-elsewhere"
+
+@sc.step
+def step(x):
+    return x * 2
+
+archive = step._engine.scope().cache.archive()
+is_adopted = archive in opened.values()
+step(np.ones(3)).block_until_ready()
+print(len(opened), "jax._src.pjit" in looked_at, is_adopted, step.stats().traces, archive.verify)
+"""
+
+
+def test_an_import_looks_at_what_the_last_run_used(tmp_path):
+    """Where there was one; and in a directory that the program may not use after all."""
+    file = tmp_path / "script.py"
+    file.write_text(LOOKS_AHEAD)
+    environment = dict(os.environ, STEPCACHE_DIR=str(tmp_path / "programs"))
+    found = []
+    for words, more in (([], {}), ([], {"STEPCACHE_VERIFY": "off"}), (["elsewhere"], {})):
+        command = [sys.executable, str(file), *words]
+        done = subprocess.run(
+            command, env=environment | more, check=True, capture_output=True, text=True, timeout=120
+        )
+        found.append(done.stdout.split() + done.stderr.split())
+    assert found[0] == ["0", "False", "False", "1", "background"]
+    assert found[1] == ["1", "True", "True", "0", "off"]
+    assert found[2] == ["1", "True", "False", "1", "background"]
+
+
+def test_a_module_that_is_being_imported_is_not_looked_at(monkeypatch):
+    """Not all of its names are there yet."""
+    names = ("half_imported", "whole")
+    for name in names:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__spec__._initializing = name == "half_imported"
+        monkeypatch.setitem(sys.modules, name, module)
+    installed_packages.look_at_modules([], dict.fromkeys(names, "scale"))
+    assert "half_imported" not in installed_packages._states
+    assert installed_packages._states.pop("whole")
 
 
 # ---- the directory ---------------------------------------------------------------------------

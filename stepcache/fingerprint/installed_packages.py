@@ -76,8 +76,17 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
 
 
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
-    """Examines modules in advance; `note_modules` then uses the result."""
-    note_modules(Walk(), [name for name in modules if name in sys.modules], names)
+    """Examines modules in advance; `note_modules` then uses the result.
+
+    Leaves out those that another thread is importing: they have not all of their names yet.
+    """
+    names = {name: read for name, read in names.items() if _is_imported(name)}
+    note_modules(Walk(), filter(_is_imported, modules), names)
+
+
+def _is_imported(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,7 +25,13 @@ from stepcache.errors import OptionError
 from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program
 from stepcache.programs.memory import Held, MemoryPrograms
-from stepcache.programs.opening import USER_DIRECTORY, VERIFY, asked_place, open_for
+from stepcache.programs.opening import (
+    DEFAULT_DISK_BYTES,
+    USER_DIRECTORY,
+    VERIFY,
+    asked_place,
+    open_for,
+)
 from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
@@ -69,9 +75,6 @@ class CacheInfo:
     hits: int
     builds: int
     evictions: int
-
-
-_DEFAULT_DISK_BYTES = 10 << 30
 
 
 class ProgramCache:
@@ -154,7 +157,7 @@ class ProgramCache:
         self._open = functools.partial(
             open_for,
             directory,
-            max_bytes or _DEFAULT_DISK_BYTES,
+            max_bytes or DEFAULT_DISK_BYTES,
             verify,
             min_build_seconds,
             asked_place(remote, directory),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive
+from stepcache.programs.background import Worker
 from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.private_files import absolute, default_directory
@@ -74,12 +78,41 @@ def open_for(
             return None
         place = _default_place() if isinstance(remote, str) else remote
         verify = verify or default_verify()
-        return open_archive(path, max_bytes, verify, min_build_seconds, place)
+        found = _opened.pop((path, max_bytes), None) if place is None else None
+        if found is None:
+            return open_archive(path, max_bytes, verify, min_build_seconds, place)
+        found.verify, found.min_build_seconds = verify, min_build_seconds
+        return found
     except CacheDirectoryError as error:
         if directory is not USER_DIRECTORY:
             raise
         warn(f"Programs are not kept on disk: {error}", StepCacheWarning)
         return None
+
+
+def look_ahead() -> None:
+    """Examines in the background, while a program imports, what its last run used of JAX.
+
+    Does nothing where no run has used the user's directory, or the program is no script. It may
+    still name another directory.
+    """
+    is_script = hasattr(sys.modules.get("__main__"), "__file__")
+    with contextlib.suppress(Exception):  # It will be told when the directory is opened for good.
+        path = default_directory() if is_script and storing.CAN_STORE else None
+        if path is not None and (path / "v1" / "runs").is_dir():
+            _ahead.submit(functools.partial(_look_ahead, path))
+
+
+def _look_ahead(path: Path) -> None:
+    with contextlib.suppress(Exception):
+        archive = open_archive(path, DEFAULT_DISK_BYTES, VERIFY[0], 0.0)
+        _opened[path, DEFAULT_DISK_BYTES] = archive
+        archive.preloader.look_ahead()
+
+
+DEFAULT_DISK_BYTES = 10 << 30
+_ahead = Worker("stepcache preload", droppable=True)
+_opened: dict[tuple[Path, int], Archive] = {}  # By directory and `max_bytes`.
 
 
 def default_verify() -> str:

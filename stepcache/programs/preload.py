@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,12 +15,13 @@ from stepcache.fingerprint.installed_packages import look_at_modules
 from stepcache.jaxcompat import coordination, storing
 from stepcache.programs.background import LATER, Job, Worker
 from stepcache.storage.dependency_record import DependencyRecord
-from stepcache.storage.run_log import RunLog
+from stepcache.storage.run_log import Row, RunLog
 
 if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
 _PRELOADED_AT_MOST = 256
+_LOOKED_AT_MOST = 8  # Of a script with many steps, most use the same modules.
 
 _Key = tuple[str, str, tuple[int, ...]]  # The digest of a program, and its devices, as `named`.
 
@@ -71,15 +73,23 @@ class Preloader:
         if self._remote is not None and not rows and coordination.service() is None:
             self._remote.begin()  # In a pod, one of the processes asks for all.
         if not jaxcompat.backends_are_initialized():  # Else the first call may be about to come.
-            for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
-                for record in self._records(lookup):
-                    look_at_modules(record.used.modules, record.used.names)
+            self._look(rows)
         with self._lock:
             is_waiting = bool(self._ahead)
             keys = ((row.program, row.platform, tuple(row.devices)) for row in rows)
             self._ahead.update(dict.fromkeys(keys))
         if not is_waiting:
             self.worker.submit(self._load_ahead)
+
+    def look_ahead(self) -> None:
+        """Examines what a few steps of the last run of this script used of modules."""
+        self._look(self._run_log.last_run(), _LOOKED_AT_MOST)
+
+    def _look(self, rows: Iterable[Row], most: int | None = None) -> None:
+        lookups = dict.fromkeys(row.lookup for row in rows if row.lookup)
+        for lookup in itertools.islice(lookups, most):
+            for record in self._records(lookup):
+                look_at_modules(record.used.modules, record.used.names)
 
     def _load_ahead(self) -> Any:
         """Loads programs, but never starts JAX's backend: that is left to the user's code."""

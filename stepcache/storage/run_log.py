@@ -159,17 +159,30 @@ class RunLog:
         Looks at the latest few runs of this script, and of others. What it has read it remembers.
         """
         with self._reading:
-            if self._earlier is None:
-                self._earlier = [path for path in self._files()[::-1] if path.name != self._name]
-            own = [path for path in self._earlier if f"-{_slug(script_name())}-" in path.name]
-            others = [path for path in self._earlier if path not in own]
+            own, others = self._earlier_runs()
             for path in (*own[:_RUNS_SEARCHED], *others[:_RUNS_SEARCHED]):
-                if path not in self._read:
-                    self._read[path] = list(_read(path))
-                rows = [row for row in self._read[path] if row.label == label]
+                rows = [row for row in self._rows_of(path) if row.label == label]
                 if rows:
                     return rows
         return []
+
+    def last_run(self) -> list[Row]:
+        """The rows of the latest other run of this script."""
+        with self._reading:
+            own, _ = self._earlier_runs()
+            return self._rows_of(own[0]) if own else []
+
+    def _earlier_runs(self) -> tuple[list[Path], list[Path]]:
+        """The logs of this script, and of others, as they were when first asked for."""
+        if self._earlier is None:
+            self._earlier = [path for path in self._files()[::-1] if path.name != self._name]
+        own = [path for path in self._earlier if f"-{_slug(script_name())}-" in path.name]
+        return own, [path for path in self._earlier if path not in own]
+
+    def _rows_of(self, path: Path) -> list[Row]:
+        if path not in self._read:
+            self._read[path] = list(_read(path))
+        return self._read[path]
 
 
 def _read(path: Path) -> Iterator[Row]:
