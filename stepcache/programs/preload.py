@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
 _PRELOADED_AT_MOST = 256
-_LOOKED_AT_MOST = 8  # Of a script with many steps, most use the same modules.
+_LOOKED_AT_MOST = 1  # Most steps of a script use the same modules.
 
 _Key = tuple[str, str, tuple[int, ...]]  # The digest of a program, and its devices, as `named`.
 
