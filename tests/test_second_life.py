@@ -744,9 +744,17 @@ def test_an_import_looks_at_what_the_last_run_used(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(LOOKS_AHEAD)
     environment = dict(os.environ, STEPCACHE_DIR=str(tmp_path / "programs"))
+    other = tmp_path / "other_script.py"
+    other.write_text(LOOKS_AHEAD)
     found = []
-    for words, more in (([], {}), ([], {"STEPCACHE_VERIFY": "off"}), (["elsewhere"], {})):
-        command = [sys.executable, str(file), *words]
+    starts = (
+        ([file], {}),
+        ([file], {"STEPCACHE_VERIFY": "off"}),
+        ([file, "elsewhere"], {}),
+        ([other], {}),
+    )
+    for words, more in starts:
+        command = [sys.executable, *map(str, words)]
         done = subprocess.run(
             command, env=environment | more, check=True, capture_output=True, text=True, timeout=120
         )
@@ -754,6 +762,7 @@ def test_an_import_looks_at_what_the_last_run_used(tmp_path):
     assert found[0] == ["0", "False", "False", "1", "background"]
     assert found[1] == ["1", "True", "True", "0", "off"]
     assert found[2] == ["1", "True", "False", "1", "background"]
+    assert found[3] == ["0", "False", "False", "1", "background"]
 
 
 def test_a_module_that_is_being_imported_is_not_looked_at(monkeypatch):

@@ -76,7 +76,7 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
 
 
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_MOST_WAITING, _SOON_SECONDS = 40, 2.0  # At the end of the process, some 3 ms each.
+_MOST_WAITING, _SOON_SECONDS = 24, 2.0  # At the end of the process, some 3 ms each.
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
 
 

@@ -16,7 +16,7 @@ from stepcache.programs.background import Worker
 from stepcache.storage.content_index import ContentIndex
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.private_files import absolute, default_directory
-from stepcache.storage.run_log import RunLog
+from stepcache.storage.run_log import RunLog, has_run
 from stepcache.storage.starts import Starts
 
 if TYPE_CHECKING:  # Few processes have a shared cache.
@@ -93,13 +93,13 @@ def open_for(
 def look_ahead() -> None:
     """Examines in the background, while a program imports, what its last run used of JAX.
 
-    Does nothing where no run has used the user's directory, or the program is no script. It may
-    still name another directory.
+    Does nothing where no run of this script has used the user's directory. The program may still
+    name another one.
     """
     is_script = hasattr(sys.modules.get("__main__"), "__file__")
     with contextlib.suppress(Exception):  # It will be told when the directory is opened for good.
         path = default_directory() if is_script and storing.CAN_STORE else None
-        if path is not None and (path / "v1" / "runs").is_dir():
+        if path is not None and has_run(path / "v1" / "runs"):
             _ahead.submit(functools.partial(_look_ahead, path))
 
 

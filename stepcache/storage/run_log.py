@@ -86,6 +86,11 @@ def _slug(script: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", script)[:40]
 
 
+def has_run(directory: Path) -> bool:
+    """Whether a run of this script has a log in a directory."""
+    return any(directory.glob(f"*-{_slug(script_name())}-*.jsonl"))
+
+
 class RunLog:
     """The runs that used one directory of programs, with a file for each."""
 
