@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
+import itertools
 import os
 import re
 import stat
@@ -133,18 +134,19 @@ def _content_of_package(package: str) -> str:
     """A digest of all files of a package; empty where there are none, or too many to read."""
     module = sys.modules.get(package)
     places = [Path(each) for each in getattr(module, "__path__", None) or ()]
-    files = {
-        str(each.relative_to(place)): each
-        for place in places
-        for each in sorted(place.rglob("*"))
-        if "__pycache__" not in each.parts and each.is_file()
-    }
+    inside = (
+        (number, path.relative_to(place), path)
+        for number, place in enumerate(places)
+        for path in place.rglob("*")
+        if "__pycache__" not in path.parts and path.is_file()
+    )
+    files = sorted(itertools.islice(inside, _MOST_FILES + 1))
     if not places and getattr(module, "__file__", None):
-        files = {"": Path(module.__file__)}  # type: ignore[union-attr, arg-type]
-    size_bytes = sum(path.stat().st_size for path in files.values())
+        files = [(0, Path(), Path(module.__file__))]  # type: ignore[union-attr, arg-type]
+    size_bytes = sum(path.stat().st_size for _, _, path in files)
     if not 0 < len(files) <= _MOST_FILES or size_bytes > _MOST_BYTES:
         return ""
-    return f"files {digest(f'{name} {file_digest(str(path))}' for name, path in files.items())}"
+    return f"files {digest(f'{n} {name} {file_digest(str(path))}' for n, name, path in files)}"
 
 
 _MOST_FILES, _MOST_BYTES = 1000, 64 << 20
