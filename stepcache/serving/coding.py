@@ -13,9 +13,7 @@ import numpy as np
 
 from stepcache.serving.messages import DTYPES, BlockLayout, LeafType, MalformedMessageError
 from stepcache.variables.policy import WIRES
-from stepcache.variables.wire import BLOCK, coded_arrays, codes, decode, encode
-
-_CHUNK = 256 * BLOCK  # Numbers coded at a time: numpy's temporary arrays fit in the CPU's cache.
+from stepcache.variables.wire import coded_arrays, codes, decode, encode
 
 
 class CodedLeaf:
@@ -44,12 +42,7 @@ class CodedLeaf:
         """Codes a value with numpy."""
         if self.wire is None:
             return [value]
-        flat = value.reshape(-1)
-        chunks = [
-            encode(self.wire, flat[start : start + _CHUNK], xp=np)
-            for start in range(0, flat.size, _CHUNK)
-        ]
-        return [np.concatenate(each) for each in zip(*chunks, strict=True)]
+        return list(encode(self.wire, value.reshape(-1), xp=np))
 
     def decode(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Decodes a value with numpy."""

@@ -46,15 +46,26 @@ def coded_bytes(wire: str, size: int, parts: int = 1) -> int:
 def encode(wire: str, flat: Any, parts: int = 1, xp: Any = jnp) -> tuple[Any, ...]:
     """Flat floats in equal parts; for "int8", scales too. Blocks with inf or NaN decode as NaNs."""
     missing = coded_arrays(wire, flat.shape[0], parts)[0][0] - flat.shape[0]
-    flat = xp.pad(flat, (0, missing))
+    flat = xp.pad(flat, (0, missing)) if missing else flat
     with np.errstate(all="ignore"):  # Of what is not finite, or underflows.
         if wire == "bf16":
             return (flat.astype(jnp.bfloat16),)
-        blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
-        scales = xp.max(xp.abs(blocks), axis=1) / xp.float32(_LARGEST)
-        scales = xp.where(scales == 0, xp.float32(1), scales)
-        scaled = xp.clip(xp.round(blocks / scales[:, None]), -_LARGEST, _LARGEST)
-        return scaled.astype(jnp.int8).reshape(-1), scales
+        if xp is not np:
+            return _scaled(flat, xp)
+        chunks = [_scaled(flat[n : n + _CHUNK], np) for n in range(0, flat.size, _CHUNK)]
+        return tuple(map(np.concatenate, zip(*chunks, strict=True)))
+
+
+_CHUNK = 256 * BLOCK  # Numbers coded at a time: numpy's temporary arrays fit in the CPU's cache.
+
+
+def _scaled(flat: Any, xp: Any) -> tuple[Any, Any]:
+    """Whole blocks, each in parts of its largest value, and the scales."""
+    blocks = flat.astype(xp.float32).reshape(-1, BLOCK)
+    scales = xp.max(xp.abs(blocks), axis=1) / xp.float32(_LARGEST)
+    scales = xp.where(scales == 0, xp.float32(1), scales)
+    scaled = xp.clip(xp.round(blocks / scales[:, None]), -_LARGEST, _LARGEST)
+    return scaled.astype(jnp.int8).reshape(-1), scales
 
 
 def decode(wire: str, coded: Sequence[Any], shape: Sequence[int], dtype: Any, xp: Any = jnp) -> Any:
