@@ -22,7 +22,7 @@ total = numbers(1.0)  # Over the devices of all processes, in their order.
 say("part", *np.asarray(total.addressable_shards[0].data))
 say("traces", scale.stats().traces, zeros.stats().traces, numbers.stats().traces)
 ahead = sc.current_session().cache.archive().preloader.preloaded
-say("others", [numbers for _, numbers in ahead if not {own.id} & {*numbers}])
+say("others", [numbers for *_, numbers in ahead if not {own.id} & {*numbers}])
 """
 
 
