@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
 _PRELOADED_AT_MOST = 256
-_LOOKED_AT_MOST = 1  # Most steps of a script use the same modules.
 
 _Key = tuple[str, str, tuple[int, ...]]  # The digest of a program, and its devices, as `named`.
 
@@ -82,12 +80,14 @@ class Preloader:
             self.worker.submit(self._load_ahead)
 
     def look_ahead(self) -> None:
-        """Examines what a few steps of the last run of this script used of modules."""
-        self._look(self._run_log.last_run(), _LOOKED_AT_MOST)
+        """Examines what the last run of this script used of modules.
 
-    def _look(self, rows: Iterable[Row], most: int | None = None) -> None:
-        lookups = dict.fromkeys(row.lookup for row in rows if row.lookup)
-        for lookup in itertools.islice(lookups, most):
+        Of one step: most steps of a script use the same.
+        """
+        self._look([row for row in self._run_log.last_run() if row.lookup][:1])
+
+    def _look(self, rows: Iterable[Row]) -> None:
+        for lookup in dict.fromkeys(row.lookup for row in rows if row.lookup):
             for record in self._records(lookup):
                 look_at_modules(record.used.modules, record.used.names)
 

@@ -103,8 +103,11 @@ def test_a_program_takes_each_buffer_from_the_memory_in_which_it_lies(mesh, chan
                 "pinned_host" if '"pinned_host"' in each else "device"
                 for each in re.split(r"%arg\d+: ", arguments)[1:]
             ]
-            assert found == [array.sharding.memory_kind for array in state._master.arrays()]
+            arrays = state._master.arrays()
+            assert found == [array.sharding.memory_kind for array in arrays]
             assert found.count("pinned_host") > 10
+            empty = {array.sharding.memory_kind for array in arrays if array.size == 0}
+            assert empty == {"device"}, "GPUs return them nowhere else"
             step(state)
 
 
