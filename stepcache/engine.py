@@ -260,7 +260,8 @@ class Engine:
         miss, archive = self.miss_log.why(request), scope.cache.archive()
         if archive is None:
             return miss, LookupResult()
-        result = archive.look_up(Lookup(self.spec, request), contextlib.nullcontext)
+        lookup = Lookup(self.spec, request)
+        _, result = self.levels.look_up(lookup, archive, contextlib.nullcontext)
         return compared(miss, result), result
 
     def _find(self, scope: Scope, request: Request) -> Program | None:

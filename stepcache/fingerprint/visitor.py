@@ -48,7 +48,7 @@ class Walk(Trail):
                 task()
             except Exception as error:  # An object may fail at anything that it is asked.
                 self.blame("step", f"looking at it raised {type(error).__name__}: {error}")
-        return Fingerprint(self.dependencies, tuple(self.untrackable))
+        return Fingerprint(dict(self.dependencies), tuple(self.untrackable))
 
     def value(self, path: str, value: Any) -> None:
         if type(value) in ATOMS:

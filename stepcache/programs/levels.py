@@ -20,9 +20,9 @@ from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dep
 from stepcache.fingerprint.installed_packages import kept_for_this_thread
 from stepcache.fingerprint.recorder import Recording
 from stepcache.jaxcompat import storing
-from stepcache.programs.archive import Archive
+from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
-from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
+from stepcache.programs.lookup import NEVER_STORED, Left, Lookup, LookupResult, as_left
 from stepcache.programs.recorded_trace import RecordedTrace
 from stepcache.programs.remaking import captured_numbers
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
@@ -49,6 +49,7 @@ class Levels:
         self.remade: tuple[Change, ...] | None = None
         self._lock = threading.Lock()
         self._dependencies: dict[str, str] = {}
+        self._left: Left = {}  # By the traces of programs that were loaded.
         self._record_anew()
 
     def resolve(self, call: MissedCall) -> Resolution:
@@ -65,13 +66,29 @@ class Levels:
             self.remade = captured_numbers(lookup.address.label, lookup.base.dependencies)
         if archive is not None:
             with call.stopwatch.stage("read"):
-                result = archive.look_up(lookup, call.stopwatch.stage)
+                finding, result = self.look_up(lookup, archive, call.stopwatch.stage)
             if result.record is not None and archive.verify != "before":
-                resolution = self.load(call, lookup, result)
+                resolution = self.load(call, finding, result)
                 if resolution is not None:
                     return resolution
         call.before_trace(result)
         return self.trace(call, lookup, result)
+
+    def look_up(
+        self, lookup: Lookup, archive: Archive, stage: Stage | None
+    ) -> tuple[Lookup, LookupResult]:
+        """What the archive has for a lookup, and the lookup that finds it.
+
+        A first trace may change what a later one depends on: optax's cosine schedule makes a number
+        of its own a float. In a process that has loaded the first program the number is as before.
+        """
+        result = archive.look_up(lookup, stage)
+        if self._left and result.record is None:
+            after = lookup.after(self._left)
+            found = archive.look_up(after, stage)
+            if found.record is not None:
+                return after, replace(found, assumes=True)
+        return lookup, result
 
     def _lookup(self, request: Request) -> Lookup | None:
         """What a call depends on; None, and a log line, if that cannot be determined."""
@@ -103,6 +120,9 @@ class Levels:
                 run = archive.load(record, address, tree, stage) if archive is not None else None
         if run is None:
             return None
+        left = {name: (record.dependencies[name], to) for name, to in record.left.items()}
+        with self._lock:
+            self._left = self._left | left
         changes = self._changes_to(record.dependencies)
         captured = tuple(Captured(*each) for each in record.captured)
         program = Program(call.request.key, run, captured, seconds, 1, lowered=record.program)
@@ -236,29 +256,31 @@ class Levels:
         dependencies |= _filled_by_trace(dependencies, used, result)
         untrackable = lookup.untrackable_in(recorded)
         # What the trace itself changed, as a count of its calls, is no change after it.
-        self._remember(dependencies | lookup.values_now(used))
+        now = lookup.values_now(used)
+        self._remember(dependencies | now)
+        left = {name: now[name] for name in now if _same_number(dependencies.get(name), now[name])}
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
         except storing.NotStorable as error:
             untrackable = (*untrackable, str(error))
-        return Traced(dependencies, used, None if untrackable else tree, untrackable)
+        return Traced(dependencies, used, left, None if untrackable else tree, untrackable)
 
     def _unexamined(self, error: Exception) -> Traced:
         """The result for a trace whose dependencies could not be determined."""
         _log.error("%s cannot be stored to start without a trace", self._spec.name, exc_info=error)
         why = f"fingerprinting its dependencies raised {type(error).__name__}"
-        return Traced({}, Used(), None, (why,))
+        return Traced({}, Used(), {}, None, (why,))
 
     def _changes_to(self, dependencies: dict[str, str]) -> tuple[Change, ...]:
         """What has changed in this process since the step was last traced or loaded."""
+        found = as_left(dependencies, self._left)
         with self._lock:
-            before = {
-                name: self._dependencies[name]
-                for name in self._dependencies
-                if name in dependencies
-            }
-        changes = differences(before, {name: dependencies[name] for name in before})
+            before = as_left(
+                {name: token for name, token in self._dependencies.items() if name in found},
+                self._left,
+            )
+        changes = differences(before, {name: found[name] for name in before})
         self._remember(dependencies)
         return tuple(change for change in changes if change.part in _MUTABLE)
 
@@ -269,7 +291,7 @@ class Levels:
     def forget(self) -> None:
         """Begins anew: what the step depends on has changed, and that is known."""
         with self._lock:
-            self._dependencies = {}
+            self._dependencies, self._left = {}, {}
         self._record_anew()
 
     def _record_anew(self) -> None:
@@ -279,7 +301,17 @@ class Levels:
 
 
 def _not_examined(recording: Recording, staged: jaxcompat.Staged) -> Traced:
-    return Traced({}, Used(), None)
+    return Traced({}, Used(), {}, None)
+
+
+def _same_number(before: str | None, after: str) -> bool:
+    """Whether a number has become another type's, as 100 and 100.0."""
+    if before is None or before == after:
+        return False
+    try:
+        return complex(before) == complex(after)
+    except ValueError:
+        return False
 
 
 def _filled_by_trace(

@@ -7,11 +7,12 @@ all of it is unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -50,6 +51,16 @@ NEVER_STORED = "it cannot be stored: "
 """Begins the reason of a program which is of a kind that no process can store."""
 
 
+Left = dict[str, tuple[str, str]]
+"""Dependencies by name, as they were when a program was traced in another process, and after it."""
+
+
+def as_left(dependencies: dict[str, str], left: Left) -> dict[str, str]:
+    """Dependencies with those that are as before such a trace as they are after it."""
+    changed = {name: to for name, (at, to) in left.items() if dependencies.get(name) == at}
+    return dependencies | changed if changed else dependencies
+
+
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """What the archive knows about a lookup."""
@@ -61,6 +72,7 @@ class LookupResult:
     used: Used = field(default_factory=Used)  # By the trace of that build.
     # The dependencies of that trace as they were at the lookup.
     found: dict[str, str] = field(default_factory=dict)
+    assumes: bool = False  # The record agrees with what traces leave that were not made here.
     remote: str = ""  # URL of the shared cache that has the record; empty where it is on disk.
 
     @property
@@ -74,6 +86,7 @@ class Lookup:
 
     def __init__(self, spec: StepSpec, request: Request):
         self._attributes: set[str] = set()  # Those that libraries are known to read by now.
+        self._left: Left = {}
         self._spec, self._key, self._paths = spec, request.key, request.call.paths
         self.statics = request.key.signature.statics
         label, self._root = _label_and_root(spec.fun)
@@ -82,11 +95,22 @@ class Lookup:
         self._call_facts = self._call_dependencies(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
+        self.address = self._address(label)
+
+    def _address(self, label: str) -> Address:
         dependencies = {"label": label, **self.base.dependencies}
-        if spec.parameters.carry:  # What is donated then follows from the carry and the function.
+        if self._spec.parameters.carry:  # What is donated follows from the carry and the function.
             names = ("donate_argnums", "donate_argnames")
-            dependencies["donated"] = str([spec.options.get(name) for name in names])
-        self.address = Address(label, digest_dependencies(dependencies), self._devices)
+            dependencies["donated"] = str([self._spec.options.get(name) for name in names])
+        return Address(label, digest_dependencies(dependencies), self._devices)
+
+    def after(self, left: Left) -> Lookup:
+        """This lookup as if traces had left what they leave, which were not made here."""
+        other = copy.copy(self)
+        other._left, other._base_walk = left, None
+        other.base = replace(self.base, dependencies=as_left(self.base.dependencies, left))
+        other.address = other._address(self.address.label)
+        return other
 
     def _walked(self) -> Walk:
         walk = Walk(self._root)
@@ -152,7 +176,8 @@ class Lookup:
             walk.once(f"environment variable {name}", atom(found))
         for base, path, original in used.files:
             walk.once(f"file {path}", self._content(base, path, original))
-        return walk.fingerprint()
+        found = walk.fingerprint()
+        return replace(found, dependencies=as_left(found.dependencies, self._left))
 
     def own_code(self) -> set[CodeType]:
         """The code of the step's own function, with what is nested in it."""

@@ -177,6 +177,8 @@ class Checks:
             return  # The caller's settings cannot be had in another thread.
         record, address = resolution.result.record, resolution.address
         assert record is not None and address is not None
+        if resolution.result.assumes and not self._is_as_it_was(request, record):
+            return  # A trace would begin elsewhere than the program's own.
         changes = self._differences(resolution.program, record, request)
         if changes is not None and archive.verifier.is_stopping:
             return  # A trace that is interrupted may fail in any way. The next start verifies.

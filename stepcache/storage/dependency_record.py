@@ -16,7 +16,7 @@ from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.storage import plain
 
-_FORMAT = 3  # Of the payload of a step's entry.
+FORMAT = 4  # Of the payload of a step's entry.
 
 
 class Address(NamedTuple):
@@ -55,6 +55,7 @@ class Traced(NamedTuple):
 
     dependencies: dict[str, str]  # All that it depends on, by name.
     used: Used  # What the trace used.
+    left: dict[str, str]  # Numbers that the trace made another type's, by name, as it left them.
     tree: Any  # Of the outputs, encoded; None where a later process has to trace the step.
     untrackable: tuple[str, ...] = ()  # Why it has to.
 
@@ -76,6 +77,7 @@ class DependencyRecord:
     digest: str  # Of all dependencies.
     dependencies: dict[str, str]  # What it depends on, by name.
     used: Used  # What its trace used.
+    left: dict[str, str]  # As `Traced.left`.
     devices: list[int]  # Of its executable, in order, as positions among the lookup's devices.
     call: dict[str, Any]  # What JAX knows of arguments and results.
     tree: Any  # Of the outputs, encoded.
@@ -90,7 +92,7 @@ class DependencyRecord:
     @property
     def traced(self) -> Traced:
         """What its trace revealed."""
-        return Traced(self.dependencies, self.used, self.tree)
+        return Traced(self.dependencies, self.used, self.left, self.tree)
 
     def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
         """The program, of an executable that is at hand and the tree of the call's arguments."""
@@ -101,7 +103,13 @@ class DependencyRecord:
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> DependencyRecord:
         """From `packed`. Raises `TypeError` or `KeyError` if the data is malformed."""
-        return cls(**{**data, "used": Used(**data["used"])})
+        record = cls(**{**data, "used": Used(**data["used"])})
+        if (
+            not isinstance(record.left, dict)
+            or not record.left.keys() <= record.dependencies.keys()
+        ):
+            raise TypeError("what its trace left is no part of what it depends on")
+        return record
 
 
 class Publication(NamedTuple):
@@ -128,6 +136,7 @@ class Publication(NamedTuple):
             digest_dependencies(self.traced.dependencies),
             self.traced.dependencies,
             self.traced.used,
+            self.traced.left,
             self.address.positions(storing.program_devices(self.run)),
             storing.describe_call(self.run),
             self.traced.tree,
@@ -147,14 +156,14 @@ def pack_records(label: str, records: Sequence[DependencyRecord]) -> tuple[dict[
         "built": [each.created_time for each in records],
     }
     packed = [each.packed() for each in records]
-    return about, plain.pack({"format": _FORMAT, "records": packed})
+    return about, plain.pack({"format": FORMAT, "records": packed})
 
 
 def unpack_records(payload: bytes) -> list[DependencyRecord]:
     """The records of a step's entry; none in another format. Raises `ValueError` if malformed."""
     try:
         data = plain.unpack(payload)
-        if isinstance(data, list) or data["format"] != _FORMAT:  # The first format was a list.
+        if isinstance(data, list) or data["format"] != FORMAT:  # The first format was a list.
             return []
         return [DependencyRecord.unpacked(each) for each in data["records"]]
     except Exception as error:

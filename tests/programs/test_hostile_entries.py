@@ -21,7 +21,7 @@ import pytest
 import stepcache as sc
 from stepcache.jaxcompat import storing
 from stepcache.storage import plain
-from stepcache.storage.dependency_record import pack_records, unpack_records
+from stepcache.storage.dependency_record import FORMAT, pack_records, unpack_records
 
 pytestmark = pytest.mark.skipif(not storing.CAN_STORE, reason="nothing is stored")
 MARK = "hostile-entry-ran"
@@ -249,11 +249,13 @@ CALLS = {
         found, tree=["known", [5, 5]]
     ),
     "a deep tree": lambda found: dataclasses.replace(found, tree=deep(300)),
+    "a list that its trace left": lambda found: dataclasses.replace(found, left=["x"]),
+    "what nothing depends on": lambda found: dataclasses.replace(found, left={"x": "1"}),
     "no packed data": lambda found: b"\xc1",
     "a list that does not end": lambda found: b"\xdd\xff\xff\xff\xff",
     "a nest of lists": lambda found: b"\x91" * 100_000,
     "a map of nothing": lambda found: b"\x80",
-    "records that are none": lambda found: plain.pack({"format": 3, "records": [1]}),
+    "records that are none": lambda found: plain.pack({"format": FORMAT, "records": [1]}),
 }
 
 
@@ -264,7 +266,9 @@ def test_a_malformed_build_is_refused(name, directory):
     refused(directory)
 
 
-@pytest.mark.parametrize("payload", [[{"call": b"\x80\x05N."}], {"format": 4, "builds": []}])
+@pytest.mark.parametrize(
+    "payload", [[{"call": b"\x80\x05N."}], {"format": FORMAT + 1, "builds": []}]
+)
 def test_another_format_is_a_plain_miss(payload, directory, caplog):
     """Entries of earlier and of later versions are replaced, and nothing is said of them."""
     spoil(directory, lambda record: plain.pack(payload))

@@ -415,41 +415,91 @@ def test_what_cannot_be_stored_is_not_recorded_at_the_next_start(tmp_path, monke
     assert len(recordings) == 2
 
 
-def test_what_a_first_trace_changed_is_told_where_a_second_program_misses_it(install, tmp_path):
-    """As of an optimizer's schedule, whose first trace makes a float of a number of steps."""
-    make_schedule = """
+MAKES_A_FLOAT = """
+    class Schedule:
+        def __init__(self, steps):
+            self.steps = steps
+
+        def __call__(self, x):
+            self.steps = float(self.steps)
+            return x * 2
+
     def make_schedule(steps):
-        def schedule(x):
-            nonlocal steps
-            steps = float(steps)
-            return x * steps
-        return schedule
+        schedule = Schedule(steps)
+        return schedule, lambda x: schedule(x) * (schedule.steps / schedule.steps)
     """
-    install("schedule_pkg", {"__init__.py": make_schedule})
-    source = """
+USES_A_SCHEDULE = """
     import schedule_pkg
 
-    @jax.tree_util.register_pytree_node_class
-    class State:
-        def __init__(self, w, schedule):
-            self.w, self.schedule = w, schedule
-        def tree_flatten(self):
-            return (self.w,), self.schedule
-        @classmethod
-        def tree_unflatten(cls, schedule, leaves):
-            return cls(*leaves, schedule)
+    schedule, scale = schedule_pkg.make_schedule(100)
 
-    schedule = schedule_pkg.make_schedule(2)
-    update = sc.step(lambda state: state.schedule(state.w))
+    @sc.step
+    def update(x):
+        return scale(x)
 
     def step(x):
-        update(State(x[:2], schedule))
-        return update(State(x, schedule))
+        update(x[:2])
+        return update(x)
     """
-    start(source, "schedule_pkg", tmp_path)
-    again = start(source, "schedule_pkg", tmp_path).update
+
+
+def test_a_first_trace_that_makes_a_float_of_a_number(install, tmp_path):
+    """As optax's schedules do: a process that loads the first program still has the integer."""
+    install("schedule_pkg", {"__init__.py": MAKES_A_FLOAT})
+    for which in ("first", "second", "third"):
+        found = start(USES_A_SCHEDULE, "schedule_pkg", tmp_path)
+        stats = found.update.stats()
+        assert (stats.traces, stats.loads) == ((2, 0) if which == "first" else (0, 2))
+        assert type(found.schedule.steps) is (float if which == "first" else int)
+        assert not found.update.last_miss.stored
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "traces"),
+    [
+        ("update(x[:2])", "x[:2]", 1),  # No program comes before it.
+        ("return update", "schedule.steps = 101; return update", 1),
+        ("return update", "schedule.steps = '100'; return update", 1),
+        ("return update", "update(x[:1]); return update", 1),  # Its trace makes the float.
+        ("(100)", "(101)", 2),
+        ("(100)", "(100.0)", 1),
+    ],
+)
+def test_a_program_after_a_first_trace_is_found_after_no_other(old, new, traces, install, tmp_path):
+    install("schedule_pkg", {"__init__.py": MAKES_A_FLOAT})
+    start(USES_A_SCHEDULE, "schedule_pkg", tmp_path)
+    assert old in USES_A_SCHEDULE
+    found = start(USES_A_SCHEDULE.replace(old, new), "schedule_pkg", tmp_path)
+    assert found.update.stats().traces == traces, found.update.last_miss
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_a_check_begins_where_the_first_trace_began(is_verified, install, tmp_path):
+    """A program for the float is not compared with one for the integer."""
+    differs = MAKES_A_FLOAT.replace("return x * 2", "return x * 2 if is_int else x + x")
+    differs = differs.replace(
+        "self.steps = float", "is_int = type(self.steps) is int; self.steps = float"
+    )
+    install("schedule_pkg", {"__init__.py": differs})
+    start(USES_A_SCHEDULE, "schedule_pkg", tmp_path)
+    short = USES_A_SCHEDULE.replace("return update(x)", "return x * 2")
+    for _ in range(2 if is_verified else 0):  # The first program is not traced at its third start.
+        start(short, "schedule_pkg", tmp_path, verify="background")
+    found = start(USES_A_SCHEDULE, "schedule_pkg", tmp_path, verify="background")
+    stats = found.update.stats()
+    assert (stats.traces, stats.loads) == (0, 2)
+    assert stats.verifications == (0 if is_verified else 2)
+
+
+def test_what_else_a_first_trace_changed_is_told_where_a_second_program_misses_it(
+    install, tmp_path
+):
+    counts = MAKES_A_FLOAT.replace("float(self.steps)", "self.steps + 1")
+    install("schedule_pkg", {"__init__.py": counts})
+    start(USES_A_SCHEDULE, "schedule_pkg", tmp_path)
+    again = start(USES_A_SCHEDULE, "schedule_pkg", tmp_path).update
     assert (again.stats().traces, again.stats().loads) == (1, 2)
-    assert "steps: 2.0 → 2" in str(again.last_miss)
+    assert "steps: 101 → 100" in str(again.last_miss)
 
 
 def test_a_trace_that_looks_at_the_parameters_of_a_function(tmp_path):
