@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import functools
 import gc
 import itertools
 import logging
@@ -85,13 +86,12 @@ class Interrupt:
             self._instruction(frame.f_code, frame.f_lasti)
         return self._opcode
 
-    def _start(self, code, offset):
-        if threading.get_ident() == self.thread:
-            self._pass((code, -1))
-
     def _instruction(self, code, offset):
-        if threading.get_ident() == self.thread and offset in after_calls(code):
-            self._pass((code, offset))
+        if threading.get_ident() == self.thread:
+            if offset in starts(code):
+                self._pass((code, -1))
+            if offset in after_calls(code):
+                self._pass((code, offset))
 
     def _pass(self, place):
         self.places.setdefault(place)
@@ -106,22 +106,22 @@ class Interrupt:
             return self
         self.tool = next(tool for tool in range(6) if MONITORING.get_tool(tool) is None)
         MONITORING.use_tool_id(self.tool, "a test")
-        self._watch(self._start, self._instruction)
+        self._watch(self._instruction)
         return self
 
-    def _watch(self, start, instruction):
-        """Has functions called; without them, none any more."""
-        told, events = 0, MONITORING.events
-        for event in (events.PY_START, events.PY_RESUME, events.INSTRUCTION):
-            call = instruction if event == events.INSTRUCTION else start
-            MONITORING.register_callback(self.tool, event, call)
-            told |= event if call else 0
+    def _watch(self, call):
+        """Has a function called; without one, none any more.
+
+        Python 3.12 tells no tool of instructions any more if one asks for `PY_START` before ours.
+        """
+        event = MONITORING.events.INSTRUCTION
+        MONITORING.register_callback(self.tool, event, call)
         for code in self.codes:
-            MONITORING.set_local_events(self.tool, code, told)
+            MONITORING.set_local_events(self.tool, code, event if call else 0)
 
     def __exit__(self, *_):
         if MONITORING:
-            self._watch(None, None)
+            self._watch(None)
             MONITORING.free_tool_id(self.tool)
         else:
             sys.settrace(None)
@@ -138,8 +138,16 @@ def after_calls(code):
     return AFTER_CALLS[code]
 
 
+@functools.cache
+def starts(code):
+    """Where a function begins, or goes on after a `yield`: what comes after `RESUME`."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return {b.offset for a, b in pairs if a.opname == "RESUME"}
+
+
 def state():
     private = sys.modules["jax._src.compiler"], sys.modules["jax._src.cache_key"]
+    recorder._monitor.turn_off()
     tools = range(6) if MONITORING else ()
     replaced = [(each._module, each._name) for each in jax_alone._replaced]
     return {
@@ -204,6 +212,7 @@ def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1, skipp
         assert not changed(before), f"{changed(before)} after an interrupt in {where}"
         after(where)
         del held
+    rest()
     return len(passed.places)
 
 
