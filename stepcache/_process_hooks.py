@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -159,9 +158,6 @@ class CallMonitor(Shared):
     so each code object is made to forget the tool instead. A number that has places which are
     disabled for good is kept, so that no other tool gets it.
 
-    To turn events on or off has Python rewrite all code that runs afterwards. So they stay on for
-    a moment when the last user has stopped, without callbacks: another one often comes soon.
-
     Args:
         on_start: callback of `PY_START`, of all code.
         on_call: callback of `CALL`, of the code given to `see_calls_from`.
@@ -176,35 +172,6 @@ class CallMonitor(Shared):
         self._touched: dict[int, CodeType] = {}
         self._calling: set[int] = set()
         self._kept: int | None = None
-        self._lingers: int | None = None  # The tool whose events are on, without a user.
-        self._off_at = 0.0  # By `time.perf_counter`.
-        self._thread: threading.Thread | None = None  # Turns them off.
-
-    def stop(self, user: Any) -> bool:
-        used, self._off_at = super().stop(user), time.perf_counter() + _LINGER_SECONDS
-        if self._lingers is not None and not (self._thread and self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._wait, name="stepcache off", daemon=True)
-            try:
-                self._thread.start()
-            except (RuntimeError, MemoryError):  # Too many threads, or Python is about to end.
-                self.turn_off()
-        return used
-
-    def _wait(self) -> None:
-        while self._thread is not None:
-            time.sleep(max(self._off_at - time.perf_counter(), 0.0))
-            with self._lock:  # Whoever stops after this has another thread wait.
-                if self._users or time.perf_counter() >= self._off_at:
-                    self._thread = None
-        self.turn_off()
-
-    def turn_off(self) -> None:
-        """Turns events off that are on without a user."""
-        with self._lock:
-            if self._lingers is not None and not self._users:
-                self._enable_places(self._lingers)
-                self._free(self._lingers)
-                self._lingers = None
 
     def _make(self, users: int) -> bool:
         # What the first user has disabled, a second one has to see: by a second tool, which
@@ -232,10 +199,7 @@ class CallMonitor(Shared):
             self._calling.add(id(code))
 
     def _take(self) -> bool:
-        if self._lingers is not None:
-            self._enable_places(self._lingers)
-        known = self._kept if self._lingers is None else self._lingers
-        tool = known if known not in self._tools else None
+        tool = self._kept if self._kept not in self._tools else None
         for number in self._TOOLS if tool is None else ():
             with contextlib.suppress(ValueError):
                 monitoring.use_tool_id(number, _NAME)
@@ -244,47 +208,32 @@ class CallMonitor(Shared):
         if tool is None:
             return False
         self._tools.append(tool)
-        self._lingers = None
-        monitoring.register_callback(tool, monitoring.events.PY_START, self._on_start)
-        monitoring.register_callback(tool, monitoring.events.CALL, self._on_call)
-        monitoring.set_events(tool, monitoring.events.PY_START)
+        events = monitoring.events
+        monitoring.register_callback(tool, events.PY_START, self._on_start)
+        monitoring.register_callback(tool, events.CALL, self._on_call)
+        monitoring.set_events(tool, events.PY_START)
         return True
 
     def _undo(self) -> None:
         # Also those that were taken a moment ago, and are not in the list yet.
         taken = [tool for tool in self._TOOLS if monitoring and monitoring.get_tool(tool) == _NAME]
-        if self._tools:
-            self._lingers = self._tools[0]
         for tool in taken:
-            for event in (monitoring.events.PY_START, monitoring.events.CALL):
-                monitoring.register_callback(tool, event, None)
-            if tool != self._lingers:
-                monitoring.set_events(tool, 0)
-                self._free(tool)
-        self._tools = []
-
-    def _enable_places(self, tool: int) -> None:
-        """Turns a tool's events off, and has code forget what is disabled, as with its last event.
-
-        If events are turned on again at once, Python need not rewrite the code in between.
-        """
-        monitoring.set_events(tool, 0)
-        for code in self._touched.values():
-            monitoring.set_local_events(tool, code, monitoring.events.PY_START)
-            monitoring.set_local_events(tool, code, 0)
-        self._touched, self._calling = {}, set()
-
-    def _free(self, tool: int) -> None:
-        if tool != self._kept:
-            monitoring.free_tool_id(tool)
-
-    def reset(self) -> None:
-        super().reset()
-        self._thread = None
-        self.turn_off()
+            monitoring.set_events(tool, 0)
+        events = monitoring and monitoring.events
+        for tool in set(taken).intersection(self._tools[:1]):
+            # Python forgets disabled places with the last event.
+            for code in self._touched.values():
+                monitoring.set_local_events(tool, code, events.PY_START)
+                monitoring.set_local_events(tool, code, 0)
+        for tool in taken:
+            monitoring.register_callback(tool, events.PY_START, None)
+            monitoring.register_callback(tool, events.CALL, None)
+            if tool != self._kept:
+                monitoring.free_tool_id(tool)
+        self._tools, self._touched, self._calling = [], {}, set()
 
 
-_NAME, _LINGER_SECONDS = "stepcache", 0.2  # Longer than a small compilation.
+_NAME = "stepcache"
 
 
 @functools.cache
@@ -322,7 +271,10 @@ def at_end_of_child(function: Callable[[], None]) -> None:
         _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
 
 
-at_fork: Any = getattr(os, "register_at_fork", lambda **functions: None)
+def at_fork(**functions: Callable[[], None]) -> None:
+    """As `os.register_at_fork`, where there is one."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**functions)
 
 
 def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]) -> None:

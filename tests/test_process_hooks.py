@@ -8,13 +8,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from stepcache._changes import Undoing
-from stepcache.fingerprint import recorder
 from stepcache.fingerprint.recorder import Recording
 from tests.cluster.pods import run_pod, succeeded
 
@@ -529,61 +527,6 @@ def test_a_tool_that_comes_after_a_recording_sees_everything():
         with tool(number, lambda code, offset, seen=seen: seen.append(code)):
             outer(1)
         assert {outer.__code__, inner.__code__} <= set(seen)
-
-
-def events_on():
-    monitoring = sys.monitoring  # type: ignore[attr-defined]
-    ours = [number for number in range(6) if monitoring.get_tool(number) == "stepcache"]
-    return [number for number in ours if monitoring.get_events(number)]
-
-
-@from_312
-def test_events_are_turned_off_a_moment_after_the_last_recording():
-    """Another one that comes soon sees all that the one before saw."""
-    for _ in range(2):
-        with Recording() as recording:
-            outer(1)
-        assert {outer.__code__, inner.__code__} <= recording.codes
-        assert len(events_on()) == 1
-    deadline = time.monotonic() + 20
-    while events_on() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not events_on()
-
-
-@from_312
-def test_events_are_turned_off_in_a_forked_child():
-    script = """
-        import os, sys
-        from stepcache.fingerprint.recorder import Recording
-        with Recording():
-            pass
-        monitoring = sys.monitoring
-        (ours,) = (number for number in (3, 4) if monitoring.get_tool(number) == "stepcache")
-        assert monitoring.get_events(ours)
-        child = os.fork()
-        if child == 0:
-            os._exit(monitoring.get_tool(ours) is not None)
-        assert os.waitpid(child, 0)[1] == 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
-
-
-@from_312
-def test_events_are_turned_off_at_once_where_no_thread_can_be_started(monkeypatch):
-    recorder._monitor.turn_off()
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with Recording():
-            outer(1)
-        assert not events_on()
-    with Recording():
-        outer(1)
-    assert events_on()
 
 
 @from_312

@@ -147,7 +147,6 @@ def starts(code):
 
 def state():
     private = sys.modules["jax._src.compiler"], sys.modules["jax._src.cache_key"]
-    recorder._monitor.turn_off()
     tools = range(6) if MONITORING else ()
     replaced = [(each._module, each._name) for each in jax_alone._replaced]
     return {
