@@ -102,10 +102,9 @@ def kept_for_this_thread(names: dict[str, str]) -> dict[str, str]:
     """The dependencies among some names of modules that hold something else in each thread."""
     found = {}
     with _lock:
-        for module, read in names.items():
-            if module in _states:
-                for meaning in _states[module].known(read):
-                    found |= meaning.in_this_thread()
+        for module in _keep_for_threads.intersection(names, _states):
+            for meaning in _states[module].known(names[module]):
+                found |= meaning.in_this_thread()
     return found
 
 
@@ -186,6 +185,8 @@ class _ModuleState:
         self.held.append(held)
         _added.append(held)
         self._meanings |= {name: meaning for name, (meaning, _) in found.items()}
+        if any(meaning.locals for meaning, _ in found.values()):
+            _keep_for_threads.add(self._name)
 
     def _look_up(self, name: str, varying: frozenset[str]) -> tuple[Meaning, bool]:
         """What a name means, and whether to hold on to its value.
@@ -247,6 +248,7 @@ def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
 _classes: dict[int, tuple[type, Meaning]] = {}
 _lock = threading.RLock()
 _states: dict[str, _ModuleState] = {}
+_keep_for_threads: set[str] = set()  # Modules that hold something else in each thread, or did.
 _all_held = Held()
 _added: list[Held] = []  # They are added to `_all_held` when it is next asked for.
 _replacements = 0
