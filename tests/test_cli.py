@@ -22,6 +22,7 @@ import stepcache as sc
 from stepcache.cli import main
 from stepcache.cli.directories import DURATION, SIZE
 from stepcache.report import doctor
+from stepcache.storage.dependency_record import FORMAT
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog
 
@@ -257,7 +258,7 @@ def test_verify_finds_damage_and_puts_it_away(directory):
     assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
 
 
-EMPTY_BUILD = msgpack.packb({"format": 3, "records": [{}]})
+EMPTY_BUILD = msgpack.packb({"format": FORMAT, "records": [{}]})
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", EMPTY_BUILD])
