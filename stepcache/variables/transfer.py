@@ -218,7 +218,8 @@ def _looked_at(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any
     host, device = layout.on_host[number], layout.on_device[number]
     sharding: Any = device.sharding
     spans = not value.is_fully_addressable
-    if host is None and device.size == 0 and not device.weak_type:
+    in_numpy = not (device.weak_type or is_key_type(device.dtype))
+    if host is None and device.size == 0 and in_numpy:
         return np.empty(device.shape, device.dtype)
     if host is None or (spans and not sharding.is_fully_replicated):
         return copy(value)

@@ -283,6 +283,20 @@ def test_values_without_elements_that_are_split_can_be_looked_at():
 
 
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
+def test_leaves_without_elements_of_all_types(mesh):
+    """Random keys, which numpy cannot hold, among them."""
+    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 3)[:0]
+    tree = {"f": np.zeros((0, 3), np.float32), "i": np.zeros(0, np.int8), "key": keys}
+    tree["weak"] = jnp.zeros((0,)) * 2.0
+    with session(mesh):
+        hosted, plain = sc.Variables(tree, placement=sc.OnHost()), sc.Variables(tree)
+        for _ in range(2):
+            assert_same_in_numpy(plain.value, hosted.value)
+            assert hosted.value["key"].dtype == keys.dtype
+            sc.step(lambda state: state, carry="state")(hosted)
+
+
+@pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_to_look_keeps_no_copy(mesh):
     """JAX's arrays keep what numpy was given of them."""
     with session(mesh):
