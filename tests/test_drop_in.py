@@ -106,6 +106,9 @@ def partial_lambda_and_callable(jit):
     )
 
 
+WITHOUT_WEAK_REFERENCES = []
+
+
 @case
 def callable_without_weak_references(jit):
     class Callable:
@@ -114,7 +117,9 @@ def callable_without_weak_references(jit):
         def __call__(self, x):
             return x + 1
 
-    f = jit(Callable())
+    # Kept, for JAX would take another function at its address for this one, and end the process.
+    WITHOUT_WEAK_REFERENCES.append(Callable())
+    f = jit(WITHOUT_WEAK_REFERENCES[-1])
     return f(1), f(1), f(2.0)
 
 

@@ -61,3 +61,20 @@ def test_an_error_as_one_line_ends_without_a_colon():
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert first_line(ValueError("these differ:\n  a")) == "ValueError: these differ"
     assert first_line(ValueError("one\ntwo")) == "ValueError: one"
+
+
+@pytest.mark.parametrize("options", [{}, {"carry": "x"}])
+def test_a_callable_without_weak_references_is_refused_each_time(options):
+    """A second `jax.jit` of it would end the process."""
+
+    class Callable:
+        __slots__ = ()
+
+        def __call__(self, x):
+            return x
+
+    function = Callable()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="cannot create weak reference") as error:
+            sc.step(function, **options)
+        assert "'__weakref__' has to be one of them" in error.value.__notes__[0]

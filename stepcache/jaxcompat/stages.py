@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -34,10 +35,25 @@ _jit = jax.jit
 
 
 def jit(fun: Callable, **options: Any) -> Any:
-    """`jax.jit(fun, **options)`, with JAX's own methods whatever attributes `fun` has."""
+    """`jax.jit(fun, **options)`, with JAX's own methods whatever attributes `fun` has.
+
+    Raises `TypeError` for a callable without weak references. JAX raises it only when that is
+    called, and keeps an empty entry for its address: a second `jax.jit` of what lies there then
+    ends the process, at least up to jaxlib 0.12.0.
+    """
+    if callable(fun):
+        _check_weak_references(fun)
     jitted = _jit(fun, **options)
     unhide_methods(jitted)
     return jitted
+
+
+def _check_weak_references(fun: Callable) -> None:
+    try:
+        weakref.ref(fun)
+    except TypeError as error:
+        error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
+        raise
 
 
 def unhide_methods(wrapper: Any) -> None:
