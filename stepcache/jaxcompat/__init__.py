@@ -62,6 +62,8 @@ from stepcache.jaxcompat.inspection import (
     equations_of,
     lowering_modules,
     lowering_rules,
+    outline,
+    sources_of,
     tracing_rules,
 )
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
@@ -75,8 +77,6 @@ from stepcache.jaxcompat.stages import (
     forget_traces,
     jit,
     make_dispatcher,
-    outline,
-    sources_of,
     uncommitted_outputs,
     unhide_methods,
     with_output_tree,

@@ -1,4 +1,6 @@
-"""Looking into JAX's objects: jitted functions, shardings, arrays, traces, the environment."""
+"""Looking into JAX's objects: jitted functions, shardings, arrays, traces, lowered modules, the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -190,6 +193,48 @@ def active_traces() -> list[Any]:
 def lowering_modules() -> tuple[Any, ...]:
     """The modules of JAX that call these."""
     return mlir, pxla
+
+
+def outline(lowered: Any) -> str:
+    """A lowered module as text, without locations."""
+    return str(lowered.stablehlo()) if PRIVATE_API else lowered.as_text()
+
+
+def sources_of(lowered: Any, number: int) -> list[tuple[str, int]]:
+    """The lines of source code that a line of `outline` comes from, the innermost first.
+
+    They end where the function was called that was lowered. Where nothing is known of the line, as
+    of a constant, they are those of the next one of which something is.
+    """
+    if PRIVATE_API:
+        text = lowered.stablehlo().operation.get_asm(enable_debug_info=True)
+    else:
+        text = lowered.as_text(debug_info=True)
+    names = dict(_LOCATION.findall(text))
+    lines = [line for line in text.splitlines() if not line.startswith("#loc")]
+
+    def sources(line: str) -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = []
+        waiting = [line.rpartition(" loc(")[2]]
+        while waiting:
+            location = waiting.pop(0)
+            found += [(file, int(row)) for file, row in _SOURCE.findall(location)]
+            waiting += [names[name] for name in _NAME.findall(location) if name in names]
+        return found
+
+    end = next((line for line in lines if _RETURN.match(line)), "")
+    callers = set(sources(end))
+    for line in lines[number:]:
+        found = [source for source in sources(line) if source not in callers]
+        if found:
+            return found
+    return []
+
+
+_RETURN = re.compile(r"\s*(func\.)?return ")
+_LOCATION = re.compile(r"^(#loc\d*) = (.*)$", re.MULTILINE)
+_NAME = re.compile(r"#loc\d*")
+_SOURCE = re.compile(r'"([^"]+)":(\d+):')
 
 
 # Settings that change neither a trace nor what XLA makes of it.

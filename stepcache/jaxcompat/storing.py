@@ -19,8 +19,9 @@ from stepcache._changes import Undoing
 from stepcache.jaxcompat.call_codec import FIELDS, decode_call, encode_call
 from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.jaxcompat.hooks import Find, Load, compile_through
+from stepcache.jaxcompat.inspection import outline
 from stepcache.jaxcompat.private import CAN_STORE
-from stepcache.jaxcompat.stages import Runnable, Staged, outline
+from stepcache.jaxcompat.stages import Runnable, Staged
 from stepcache.jaxcompat.tree_codec import decode_tree, encode_tree
 
 if CAN_STORE:

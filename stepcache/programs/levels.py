@@ -24,7 +24,7 @@ from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
 from stepcache.programs.lookup import NEVER_STORED, Left, Lookup, LookupResult, as_left
 from stepcache.programs.recorded_trace import RecordedTrace
-from stepcache.programs.remaking import captured_numbers
+from stepcache.programs.remaking import captured_numbers, number_of
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
@@ -308,10 +308,8 @@ def _same_number(before: str | None, after: str) -> bool:
     """Whether a number has become another type's, as 100 and 100.0."""
     if before is None or before == after:
         return False
-    try:
-        return complex(before) == complex(after)
-    except ValueError:
-        return False
+    number = number_of(before)
+    return number is not None and number == number_of(after)
 
 
 def _filled_by_trace(

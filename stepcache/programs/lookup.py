@@ -108,7 +108,7 @@ class Lookup:
         """This lookup as if traces had left what they leave, which were not made here."""
         other = copy.copy(self)
         other._left, other._base_walk = left, None
-        other.base = replace(self.base, dependencies=as_left(self.base.dependencies, left))
+        other.base = other._after(self.base)
         other.address = other._address(self.address.label)
         return other
 
@@ -176,7 +176,11 @@ class Lookup:
             walk.once(f"environment variable {name}", atom(found))
         for base, path, original in used.files:
             walk.once(f"file {path}", self._content(base, path, original))
-        found = walk.fingerprint()
+        return self._after(walk.fingerprint())
+
+    def _after(self, found: Fingerprint) -> Fingerprint:
+        if not self._left:
+            return found
         return replace(found, dependencies=as_left(found.dependencies, self._left))
 
     def own_code(self) -> set[CodeType]:

@@ -21,7 +21,7 @@ def captured_numbers(label: str, dependencies: dict[str, str]) -> tuple[Change, 
 
     They are among the `dependencies` that are known before a trace. The label names the function.
     """
-    numbers = {name: token for name, token in dependencies.items() if _is_number(token)}
+    numbers = {name: token for name, token in dependencies.items() if number_of(token) is not None}
     with _lock:
         before = _latest.pop(label, numbers)
         _latest[label] = numbers
@@ -47,11 +47,11 @@ def advice(changes: tuple[Change, ...]) -> str:
     return text
 
 
-def _is_number(text: str) -> bool:
-    if text[:1] not in _BEGINNINGS:
-        return False
+def number_of(token: str) -> complex | None:
+    """The number that a dependency is; None if it is none."""
+    if token[:1] not in _BEGINNINGS:
+        return None
     try:
-        complex(text)
+        return complex(token)
     except ValueError:
-        return False
-    return True
+        return None

@@ -112,7 +112,8 @@ class Interrupt:
     def _watch(self, call):
         """Has a function called; without one, none any more.
 
-        Python 3.12 tells no tool of instructions any more if one asks for `PY_START` before ours.
+        It is told of instructions alone: if two tools ask for `PY_START`, as a recording does,
+        Python 3.12 tells nobody of instructions any more.
         """
         event = MONITORING.events.INSTRUCTION
         MONITORING.register_callback(self.tool, event, call)
