@@ -26,6 +26,7 @@ from stepcache import events
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
+    OF_JAX,
     PYTHON,
     file_label,
     origin_of_file,
@@ -91,6 +92,14 @@ def is_bystander(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_for_caches_of_jax(frame: FrameType) -> bool:
+    """Whether JAX asks for a hash, with which it looks into its caches alone."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_name == "__hash__":
+        caller = caller.f_back
+    return caller is not None and package_of(caller.f_code.co_filename) in OF_JAX
 
 
 def why_call_is_impure(function: Any) -> str | None:

@@ -28,8 +28,7 @@ from stepcache.fingerprint.name_meanings import (
     members_of,
     text_of,
 )
-from stepcache.fingerprint.provenance import file_of_module
-from stepcache.fingerprint.recorder import OF_JAX
+from stepcache.fingerprint.provenance import OF_JAX, file_of_module
 from stepcache.fingerprint.tokens import digest
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk

@@ -24,13 +24,16 @@ from stepcache.fingerprint.callers import (
     FRAMEWORKS,
     calls_matter,
     is_bystander,
+    is_for_caches_of_jax,
     is_import_hook,
     is_of_imports,
     responsible,
     why_call_is_impure,
 )
+from stepcache.fingerprint.nesting import Nesting
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
+    OF_JAX,
     PYTHON,
     USER,
     origin_of,
@@ -79,6 +82,7 @@ class Recording:
     # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None  # Why it has not been watched, or not to its end.
+    nesting: Nesting | None = None  # Where it has to be known.
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
 
@@ -148,10 +152,6 @@ def _of_jax_so_far() -> dict[int, CodeType]:
     return shared
 
 
-OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
-"""The packages that count as JAX."""
-
-
 def count_in(codes: dict[int, CodeType]) -> None:
     """Has code of JAX's count as entered in this trace, and in all that come, by its identity."""
     _of_jax.update(codes)
@@ -190,7 +190,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
             if name.partition(".")[0] in FRAMEWORKS:
                 _made_by_frameworks[id(code)] = code
             return True
-        if code.co_name == "__hash__" and _is_for_caches_of_jax(frame):
+        if code.co_name == "__hash__" and is_for_caches_of_jax(frame):
             return False
         if code.co_filename.startswith(_OF_EQUINOX):
             _note_class(code, frame)
@@ -215,20 +215,20 @@ def _is_done_with(code: CodeType) -> bool:
     return id(code) in _of_jax or id(code) in _made_by_frameworks
 
 
+def _has_to_be_seen_again(code: CodeType) -> bool:
+    """Whether it matters where code is entered the next time, too; it is being entered."""
+    if id(code) in _counted:
+        return False
+    looking = [each for each in active.current() if each.nesting and id(code) in each.entered]
+    return True in [each.nesting.enter(code) for each in looking]
+
+
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
     """Notes that all fields of an object of the user's are read; JAX has dataclasses of its own."""
     given = frame.f_locals.get(code.co_varnames[0])
     if origin_of(given if isinstance(given, type) else type(given)) == USER:
         for recording in active.current():
             recording.entered[id(code)] = code
-
-
-def _is_for_caches_of_jax(frame: FrameType) -> bool:
-    """Whether JAX asks for a hash, with which it looks into its caches alone."""
-    caller = frame.f_back
-    while caller is not None and caller.f_code.co_name == "__hash__":
-        caller = caller.f_back
-    return caller is not None and package_of(caller.f_code.co_filename) in OF_JAX
 
 
 _OF_EQUINOX = "<generated_"
@@ -316,7 +316,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if id(code) in _counted:
             _note(code)
             see(code, _is_done_with(code))
-        elif _enter(code, frame):
+        elif _enter(code, frame) and not _has_to_be_seen_again(code):
             see(code, _is_done_with(code))
 
     def called(function: Any, frame: FrameType) -> None:
@@ -378,7 +378,7 @@ def _py_start(code: CodeType, offset: int) -> Any:
         return _monitor.disable(code, for_good=True)
     if calls_matter(code.co_filename):
         _monitor.see_calls_from(code)
-    return _monitor.disable(code)
+    return None if _has_to_be_seen_again(code) else _monitor.disable(code)
 
 
 def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:

@@ -1,30 +1,67 @@
 """Which traces of nested functions JAX may reuse from one step to another while both are recorded.
 
 JAX caches the traces of nested functions, including most of `jax.numpy`, and does not enter these
-functions again, so a later recording does not see what they used. If the step's own function is the
-only user code that a trace can enter, the cached traces are of library code alone. Such steps share
-them as long as they use only JAX, whose code counts in every recording. When one of them uses
-another library or reads a file, sharing starts anew. Other steps share no traces.
+functions again, so a later recording does not see what they used. Steps share such traces as long
+as these are of JAX's code alone, which counts in every recording:
+
+- If a step's own function is the only user code that a trace can enter, no nested trace enters any.
+- Steps that call other functions of the user's share among themselves, as long as these functions
+  run in the step's own trace alone. `Nesting` looks out for one that runs in a nested trace.
+
+When one of either kind uses another library or reads a file, or when a nested trace enters the
+user's code, sharing starts anew among its kind.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Set
+from collections.abc import Iterable, Set
 from types import CodeType
+from typing import NamedTuple
 
+from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.fingerprint import installed_packages
-from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
-from stepcache.fingerprint.recorder import OF_JAX, Recording
+from stepcache.fingerprint.nesting import Nesting
+from stepcache.fingerprint.provenance import OF_JAX, PYTHON, origin_of_file, package_of
+from stepcache.fingerprint.recorder import Recording
+
+
+class SharedTraces(NamedTuple):
+    """Identifies the traces that the steps of one kind may share."""
+
+    alone: bool  # The kind.
+    epoch: int
+    replacements: int
+
 
 _lock = threading.Lock()
-_active: tuple[str, int, int] | None = None
-_epoch = 0
+_active: SharedTraces | None = None
+_epochs = {True: 0, False: 0}
+
+# Code that uses these runs in nested traces, most of the time.
+_NESTING = frozenset(
+    "jit pjit scan while_loop fori_loop cond switch checkpoint remat custom_jvp custom_vjp "
+    "shard_map eval_shape make_jaxpr associative_scan".split()
+)
 
 
-def begin(undoing: Undoing) -> tuple[str, int, int] | None:
+def may_nest(codes: Iterable[CodeType]) -> bool:
+    """Whether code names what runs functions in nested traces, or these cannot be told from others.
+
+    To begin to share is futile then.
+    """
+    return not jaxcompat.PRIVATE_API or any(
+        not _NESTING.isdisjoint(each.co_names) for each in codes
+    )
+
+
+def begin(undoing: Undoing, alone: bool) -> SharedTraces | None:
     """Begins a recording that shares traces; `undoing` ends it if `end` has not.
+
+    Args:
+        undoing: its end.
+        alone: whether the step's own function is the only user code that a trace can enter.
 
     Returns:
         A token of the traces that may be shared. It changes when a trace uses more than JAX, and
@@ -34,46 +71,57 @@ def begin(undoing: Undoing) -> tuple[str, int, int] | None:
     with _lock:
         if _active is not None:
             return None
-        token = ("of libraries", _epoch, installed_packages.replacements())
+        token = SharedTraces(alone, _epochs[alone], installed_packages.replacements())
         undoing.add(end, token, None, frozenset())
         _active = token
         return token
 
 
-def is_outdated(token: tuple[str, int, int], looked: bool) -> bool:
+def is_outdated(token: SharedTraces, looked: bool) -> bool:
     """Whether an object of JAX has been replaced since `begin` gave a token.
 
     `looked` says whether the libraries that the step used have been examined since then.
     """
     if not looked:
         installed_packages.look_again()
-    return token[2] != installed_packages.replacements()
+    return token.replacements != installed_packages.replacements()
 
 
-def end(token: tuple[Hashable, ...], recording: Recording | None, own: Set[CodeType]) -> None:
+def end(token: SharedTraces, recording: Recording | None, own: Set[CodeType]) -> bool:
     """Ends the recording that `begin` gave a token of, if that has not been done.
 
     Args:
         token: the token.
         recording: what the step used; None where its trace failed.
         own: the code of the step's own function.
+
+    Returns:
+        Whether the token is that of the next one, too.
     """
-    global _active, _epoch
+    global _active
     with _lock:
         if _active is not token:
-            return
-        if recording is None or not _is_of_jax(recording, own):
-            _epoch += 1
+            return False
+        stays = recording is not None and _is_of_jax(recording, own)
+        if not stays:
+            _epochs[token.alone] += 1
         _active = None
+        return stays
 
 
 def _is_of_jax(recording: Recording, own: Set[CodeType]) -> bool:
-    """Whether a step used nothing but its own code, Python's and JAX's."""
+    """Whether a step used nothing but its own code, Python's and JAX's, and no trace nested it."""
+    nesting = recording.nesting or Nesting(own)
+    if nesting.found:
+        return False
     if recording.files or recording.variables or recording.impure or recording.unavailable:
         return False
-    entered = recording.entered.values()
-    others = (code for code in entered if origin_of_file(code.co_filename) != PYTHON)
-    return all(package_of(code.co_filename) in _SHARED or code in own for code in others)
+    entered = recording.entered.items()
+    others = (each for each in entered if origin_of_file(each[1].co_filename) != PYTHON)
+    return all(
+        package_of(code.co_filename) in _SHARED or code in own or number in nesting.seen
+        for number, code in others
+    )
 
 
 _SHARED = OF_JAX | {"stepcache"}

@@ -57,6 +57,7 @@ from stepcache.jaxcompat.hooks import (
     recording_paused,
 )
 from stepcache.jaxcompat.inspection import (
+    active_jaxpr_traces,
     active_traces,
     captured_arrays,
     equations_of,

@@ -190,6 +190,11 @@ def active_traces() -> list[Any]:
     return traces
 
 
+def active_jaxpr_traces() -> list[Any]:
+    """Those of them that make a jaxpr, as traces under `jax.jit` do."""
+    return [trace for trace in active_traces() if isinstance(trace, partial_eval.DynamicJaxprTrace)]
+
+
 def lowering_modules() -> tuple[Any, ...]:
     """The modules of JAX that call these."""
     return mlir, pxla

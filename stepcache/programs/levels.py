@@ -19,6 +19,7 @@ from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dependencies
 from stepcache.fingerprint.installed_packages import kept_for_this_thread
 from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
@@ -49,6 +50,7 @@ class Levels:
         self.remade: tuple[Change, ...] | None = None
         self._lock = threading.Lock()
         self._dependencies: dict[str, str] = {}
+        self._may_share = True  # Whether all traces so far could be shared with other steps.
         self._left: Left = {}  # By the traces of programs that were loaded.
         self._record_anew()
 
@@ -170,8 +172,8 @@ class Levels:
             own = lookup.own_code()
             # To record what will not be stored would cost each start time for nothing.
             records = not result.is_never_stored or call.watch or sharing is not None
-            may_share = records and lookup.is_alone() and sharing is None
-            shared = shared_traces.begin(undoing) if may_share else None
+            may_share = records and sharing is None and self._may_share
+            shared = self._begin_sharing(undoing, lookup) if may_share else None
             # What JAX has traced inside the step before is shared where the dependencies are equal,
             # and where it was recorded.
             values = (self._token, records, digest_dependencies(known))
@@ -180,7 +182,7 @@ class Levels:
         if not records:
             examine = _not_examined
         trace = RecordedTrace(find, sharing, examine, records)
-        watch = functools.partial(trace.watch, own if shared else None, shared or values)
+        watch = functools.partial(trace.watch, own, shared, values)
         hooks = (watch, trace.compile_through, trace.is_lowered_by_jax)
         try:
             program, staged = build(self._spec, request, stopwatch, *hooks)
@@ -198,6 +200,7 @@ class Levels:
         except BaseException:
             self._record_anew()  # Nobody has examined what it used.
             raise
+        self._may_share &= trace.is_shared
         program = replace(program, lowered=trace.digest)
         if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")
@@ -211,6 +214,12 @@ class Levels:
             outline = functools.cache(functools.partial(jaxcompat.outline, staged.lowered))
             resolution = _to_store(resolution, lookup.address, archive, traced, outline)
         return resolution, traced.dependencies, traced.used
+
+    def _begin_sharing(self, undoing: Undoing, lookup: Lookup) -> SharedTraces | None:
+        is_alone = lookup.is_alone()
+        if not is_alone and shared_traces.may_nest(lookup.reached_code()):
+            return None
+        return shared_traces.begin(undoing, is_alone)
 
     def _known_before(self, lookup: Lookup) -> tuple[dict[str, str], tuple[Change, ...]]:
         """What is known before a trace: its dependencies, and those that have changed."""

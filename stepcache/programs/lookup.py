@@ -190,7 +190,11 @@ class Lookup:
 
     def is_alone(self) -> bool:
         """Whether no other code of the user's is known to be reached than the step's own."""
-        return self._walk().codes <= self.own_code()
+        return self.reached_code() <= self.own_code()
+
+    def reached_code(self) -> set[CodeType]:
+        """The code of the user's that is known to be reached."""
+        return self._walk().codes
 
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""

@@ -15,7 +15,9 @@ from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.lowering_rules import code_of_lowering
+from stepcache.fingerprint.nesting import Nesting
 from stepcache.fingerprint.recorder import Recording, count_in
+from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.background import beside
 from stepcache.programs.builds import builds
@@ -45,30 +47,38 @@ class RecordedTrace:
         self._recording = Recording()
         self._examined: Future[Traced] | None = None
         self.digest = ""  # Of what XLA was given; empty where JAX had compiled it before.
+        self.is_shared = True  # Whether steps go on sharing what this one shared.
         self.is_loaded = False  # Whether the executable was found, and not compiled.
         self.lowered: Lowered | None = None  # Where processes compare it.
 
     def watch(
-        self, own: set[CodeType] | None, token: tuple[Hashable, ...], undoing: Undoing
+        self,
+        own: set[CodeType],
+        shared: SharedTraces | None,
+        token: tuple[Hashable, ...],
+        undoing: Undoing,
     ) -> None:
         """Records what is traced and lowered until the end of `undoing`.
 
         Args:
-            own: the code of a step that shares traces with others; None where it does not.
-            token: identifies the traces that it may share.
+            own: the code of the step's own function.
+            shared: the traces that it shares with other steps; None where it does not.
+            token: identifies the traces that it shares with its own.
             undoing: ends the recording.
         """
         recording = self._recording
 
-        def end_sharing() -> None:
-            shared_traces.end(token, None if undoing.has_failed else recording, own or set())
+        def end_sharing(shared: SharedTraces) -> None:
+            used = None if undoing.has_failed else recording
+            self.is_shared = shared_traces.end(shared, used, own)
 
-        if own is not None:
-            undoing.add(end_sharing)
+        if shared is not None:
+            undoing.add(end_sharing, shared)
+            recording.nesting = None if shared.alone else Nesting(own)
         if self._records:
             undoing.add(recording.end)
             recording.begin()
-        jaxcompat.trace_anew(undoing, jaxcompat.ValueToken(token))
+        jaxcompat.trace_anew(undoing, jaxcompat.ValueToken(shared or token))
 
     def is_lowered_by_jax(self, staged: jaxcompat.Staged) -> bool:
         """Whether the recording may end before the trace is lowered: JAX's own code does that."""

@@ -56,6 +56,7 @@ HOOKS = codes_of(
 )
 BUILD = codes_of(
     *(background.beside, build.build, levels.Levels.trace, levels.Levels._traced_once),
+    levels.Levels._begin_sharing,
     *(recorded_trace.RecordedTrace, resolve.Resolver.resolve),
     resolve.Resolver._resolved,
 )
@@ -227,7 +228,7 @@ def test_an_interrupted_recording_leaves_the_process_as_it_was():
             _process_hooks.without_log(undoing, *hooks.LOG_OF_CALLBACKS)
             _process_hooks.switch_quickly(undoing)
             undoing.hold(contexts.tracing_context(None))
-            shared_traces.begin(undoing)
+            shared_traces.begin(undoing, alone=True)
             builds.builds.in_python(undoing)
             builds.builds.in_xla(undoing)
             if storing.CAN_STORE:

@@ -101,3 +101,94 @@ def test_a_function_that_was_replaced_is_no_dependency_of_the_next_program(start
     step = start(source.replace("2", "3")).step
     assert step(np.ones(5))[0] == 3
     assert step.stats().traces == 0, step.last_miss
+
+
+# ---- traces of nested functions that several steps share ----------------------------------------
+
+HELPERS = """
+import jax.numpy as jnp
+from jax import eval_shape as shape_of  # A name that tells nothing.
+entered = []
+def helper(x):
+    entered.append("helper")
+    return jnp.cumsum(x) * 2
+@jax.jit
+def under_jit(x):
+    return helper(x)
+helper_under_jit = jax.jit(helper)
+twice = lambda x: helper(x) + helper_under_jit(x)
+remembered = jax.checkpoint(helper)
+whole = jnp.vectorize(helper, signature="(n)->(n)")
+rolled = lambda x: jax.lax.map(helper, x[None])[0]
+apart = lambda x: x + shape_of(under_jit, x).size
+def makes_step(function):
+    return sc.step(lambda x: function(x) + 1)
+"""
+NESTED = ["under_jit", "twice", "remembered", "apart"]
+
+
+@pytest.fixture
+def traced():
+    """The names of the functions that JAX has traced, in their order."""
+    names = []
+
+    def note(event, seconds, **details):
+        if event == "/jax/core/compile/jaxpr_trace_duration":
+            names.append(details["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("name", ["helper", "whole"])
+def test_steps_with_helpers_share_the_traces_of_jax_s_own_functions(name, start, traced):
+    module = start(HELPERS)
+    for _ in range(3):
+        traced.clear()
+        step = module.makes_step(vars(module)[name])
+        np.testing.assert_array_equal(step(np.ones(3)), [3, 5, 7])
+        assert step.stats().traces == 1
+    assert "cumsum" not in traced
+    assert module.entered == ["helper"] * 3
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_each_step_enters_the_user_s_code_that_a_nested_trace_ran(name, start):
+    """A trace that JAX keeps would hide from the second recording what the user's code uses."""
+    module = start(HELPERS)
+    counts = []
+    for _ in range(3):
+        module.entered.clear()
+        module.makes_step(vars(module)[name])(np.ones(3))
+        counts.append(len(module.entered))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_a_step_under_jit_whose_own_function_is_only_entered_there(start):
+    module = start(HELPERS)
+    steps = [sc.step(jax.vmap(module.under_jit)) for _ in range(2)]
+    for step in steps:
+        module.entered.clear()
+        step(np.ones((2, 3)))
+        assert module.entered
+
+
+def test_steps_with_helpers_share_again_after_one_that_nests(start, traced):
+    module = start(HELPERS)
+    for name in ("helper", "rolled", "helper", "helper"):
+        traced.clear()
+        module.makes_step(vars(module)[name])(np.ones(3))
+    assert "cumsum" not in traced
+
+
+def test_a_helper_that_one_step_nests_and_another_one_does_not(start):
+    """The second signature of the step that nests is traced with traces of its own."""
+    module = start(HELPERS)
+    plain, nested = map(module.makes_step, (module.helper, module.under_jit))
+    for size in (3, 4):
+        for step in (plain, nested, plain):
+            module.entered.clear()
+            fresh = step.stats().traces
+            np.testing.assert_array_equal(step(np.ones(size))[:2], [3, 5])
+            assert bool(module.entered) == (step.stats().traces > fresh)
