@@ -203,14 +203,21 @@ class EntryDirectory:
                     publishes = self._seen.publishes + 1
                     self._seen = _Seen(self.stamp(), size_bytes, publishes)
                     return
-        for victim in self.victims(max_bytes, keep=keep):
+        found = list(self.found())
+        size_bytes = sum(each.size_bytes for each in found)
+        for victim in self._victims(found, max_bytes, keep):
             private_files.remove(victim.path)
-        size_bytes = sum(each.size_bytes for each in self.found())
+            size_bytes -= victim.size_bytes
         self._seen = _Seen(self.stamp(), size_bytes, 0)
 
-    def victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
+    def victims(self, max_bytes: int) -> Iterator[Found]:
         """What has to leave for the bound to hold, least recently used first."""
-        found = sorted(self.found(), key=lambda each: each.used_time)
+        return self._victims(list(self.found()), max_bytes, None)
+
+    def _victims(
+        self, found: list[Found], max_bytes: int, keep: tuple[str, str] | None
+    ) -> Iterator[Found]:
+        found = sorted(found, key=lambda each: each.used_time)
         excess_bytes = sum(each.size_bytes for each in found) - max_bytes
         spared = (self.markers.loading() if excess_bytes > 0 else set()) | {keep}
         for each in found:
