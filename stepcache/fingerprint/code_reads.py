@@ -45,14 +45,18 @@ class Reads(NamedTuple):
     asked_for: frozenset[str]  # Those that it may ask of objects which do not have them.
     by_code: tuple[_Read, ...]  # What each of them reads.
 
-    def of_others(self, names: Iterable[str]) -> set[str]:
-        """Those among some names that code may read of an object of the user's."""
+    def of_others(self, names: dict[str, bool]) -> set[str]:
+        """Those among some names that code may read of an object of the user's.
+
+        To each belongs whether it can be called: to call another one would be an error.
+        """
         return {
             name
-            for name in names
+            for name, can_be_called in names.items()
             if name in self.attributes
             and any(
-                name in each.attributes and _may_be_of_the_users(each.code, each.module, name)
+                name in each.attributes
+                and _may_be_of_the_users(each.code, each.module, name, can_be_called)
                 for each in self.by_code
             )
         }
@@ -172,6 +176,12 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
     return asked_for
 
 
+# What these packages read of objects of their own classes alone: of equations, primitives, types of
+# numbers, parameters of functions. Users give such names to their runs.
+_OF_THEIR_OWN = {
+    "jax": frozenset(("name", "params", "tag")),
+    **dict.fromkeys(("numpy", "flax", "optax"), frozenset(("name",))),
+}
 _FRAMEWORKS = TRUSTED | frozenset(
     "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
     "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
@@ -182,17 +192,19 @@ _ASKING = frozenset(("getattr", "hasattr"))
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) -> bool:
+def _may_be_of_the_users(
+    code: types.CodeType, module: str | None, name: str, can_be_called: bool
+) -> bool:
     """Whether code that has this name, or string, may read such an attribute of a user's object.
 
     It does not where it reads a global, an attribute of an installed module or of a class in one
     (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
-    attributes are noted. Nor does JAX read `params` of others than its equations and the like, or
-    mean an attribute where a function speaks of itself, as `jax.random.key` does in its errors.
+    attributes are noted. Nor does JAX mean an attribute where a function speaks of itself, as
+    `jax.random.key` does in its errors.
     """
     package = (module or "").partition(".")[0]
-    if package == "jax" and name == "params":
+    if name in _OF_THEIR_OWN.get(package, ()):
         return False
     if MATCH_CLASS in code.co_code[::2] and any(
         isinstance(each, tuple) and name in each for each in code.co_consts
@@ -210,6 +222,7 @@ def _may_be_of_the_users(code: types.CodeType, module: str | None, name: str) ->
             return True
         is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
         is_read = instruction.opcode in dis.hasname and operation not in _NO_ATTRIBUTE
+        is_read = is_read and (can_be_called or not _is_for_call(instruction))
         if argument == name and is_read and not is_known:
             return True
         if operation == "LOAD_GLOBAL":
@@ -227,6 +240,12 @@ def _owner(value: Any) -> types.ModuleType | type | None:
     """Returns a value whose attributes are not those of a user's object, or None."""
     is_class = issubclass(type(value), type) and origin_of(value) == INSTALLED
     return value if is_class or type(value) is types.ModuleType else None
+
+
+def _is_for_call(instruction: dis.Instruction) -> bool:
+    """Whether an attribute is loaded to be called at once."""
+    is_marked = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and is_marked)
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")

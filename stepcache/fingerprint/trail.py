@@ -5,8 +5,10 @@ The ground that `values`, `classes` and `functions` stand on; how to look at a t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+import reprlib
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -55,6 +57,24 @@ def entered_among(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith(_ENTER)}
 
 
+_REPRS = (dataclasses.__file__, reprlib.__file__)
+
+
+def _entered_with(function: types.FunctionType) -> types.CodeType:
+    """The code that is entered if a function is called.
+
+    The code that dataclasses put around a `__repr__`, against recursion, is the same for all.
+    """
+    if function.__code__.co_filename in _REPRS:
+        function = getattr(function, "__wrapped__", function)
+    return function.__code__
+
+
+def _can_be_called(value: Any) -> bool:
+    """Whether an attribute with this value can be called, as it is or as its `__get__` gives it."""
+    return callable(value) or hasattr(type(value), "__get__")
+
+
 class Trail(ABC):
     """What a walk has found so far.
 
@@ -101,8 +121,8 @@ class Trail(ABC):
             self.reads_any_attribute()
         self._add(read)
 
-    def waiting(self, entered: Container[types.CodeType]) -> set[str]:
-        """Attributes of the user's objects that no code of theirs names.
+    def waiting(self, entered: Container[types.CodeType]) -> dict[str, bool]:
+        """Attributes of the user's objects that no code of theirs names; whether one can be called.
 
         A library that used a method would have entered its code in the trace, so what was not
         entered is left out.
@@ -110,13 +130,13 @@ class Trail(ABC):
 
         def may_be_used(value: Any) -> bool:
             function = function_in(value)
-            return function is None or function.__code__ in entered
+            return function is None or _entered_with(function) in entered
 
-        return {
-            name
+        used = {
+            name: [value for _, value in found if may_be_used(value)]
             for name, found in self._waiting.items()
-            if any(may_be_used(value) for _, value in found)
         }
+        return {name: any(map(_can_be_called, values)) for name, values in used.items() if values}
 
     def note(self, path: str, token: str) -> None:
         """Notes a dependency. A path that stands for something else already gets a number."""

@@ -201,7 +201,7 @@ class Lookup:
         reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()))
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
-        named |= entered_among(waiting | self._attributes)
+        named |= entered_among(waiting.keys() | self._attributes)
         if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):
             named.add(READS_ANY)
         return Used(

@@ -796,3 +796,105 @@ def test_the_distribution_of_a_package_of_another_name(lists_files, install):
         about["top_level.txt"] = "copied_pkg"
     install("some_project-3.dist-info", about, is_distributed=False)
     assert provenance.distribution_of("copied_pkg") == ("copied_pkg", "some-project 3")
+
+
+DIFFERS_IN_EACH_RUN = """
+    import dataclasses, time, uuid
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rate: float = 2.0
+        name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+        tag: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+        run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+        started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    class Trainer:
+        def __init__(self):
+            self.config = Config()
+            self.name = f"run at {time.perf_counter()}"
+            self.step = sc.step(self.train)
+
+        def train(self, x):
+            {statement}
+            return x * self.config.rate
+
+    step = Trainer().step
+    """
+
+
+@pytest.mark.parametrize("statement", ["repr(self.config)", "f'{self.config}'", "self.name"])
+def test_names_and_times_of_a_run_that_a_step_reads(statement, tmp_path):
+    """See `tests/scripts/trainer_attribute.py` for a step that does not."""
+    source = DIFFERS_IN_EACH_RUN.replace("{statement}", statement)
+    _, second = (start(source, "no_package", tmp_path) for _ in range(2))
+    assert levels(second) == WITHOUT_COMPILING
+
+
+def test_another_dataclass_is_formatted(tmp_path):
+    """The code that Python puts around a generated `__repr__` is the same for all of them."""
+    source = DIFFERS_IN_EACH_RUN.replace("{statement}", "repr(sc.Read())")
+    _, second = (start(source, "no_package", tmp_path) for _ in range(2))
+    assert "started" not in str(second.step.last_miss)
+
+
+RUNS = """
+    import runs_pkg
+
+    class Run:
+        run = 2
+
+    run = Run()
+
+    @sc.step
+    def step(x):
+        return runs_pkg.scaled(run, x)
+    """
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "return x * (2 if not callable(owner.run) else owner.run())",
+        "run = owner.run\n        return x * (run() if callable(run) else 2)",
+    ],
+)
+def test_an_attribute_that_a_package_calls_if_it_can(code, install, tmp_path):
+    """A number cannot be called, but code may ask first."""
+    install("runs_pkg", {"__init__.py": f"\n    def scaled(owner, x):\n        {code}\n    "})
+    for _ in range(2):
+        found = start(RUNS, "runs_pkg", tmp_path)
+    assert levels(found) == WITHOUT_A_TRACE
+    mine = RUNS.replace("run = Run()", "run = Run()\n    run.run = lambda: 3")
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(mine, "runs_pkg", tmp_path)
+
+
+def test_an_attribute_that_a_package_calls(install, tmp_path):
+    code = "\n    def scaled(owner, x):\n        return owner.run() * x\n    "
+    install("runs_pkg", {"__init__.py": code})
+    source = """
+    import runs_pkg
+
+    class Run:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def run(self):
+            return self.factor
+
+    class Owner:
+        def __init__(self):
+            self.inner = Run({factor})
+            self.run = 1
+
+        def scaled(self, x):
+            return runs_pkg.scaled(self.inner, x)
+
+    step = sc.step(Owner().scaled)
+    """
+    for _ in range(2):
+        found = start(source.replace("{factor}", "2"), "runs_pkg", tmp_path)
+    assert levels(found) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("{factor}", "3"), "runs_pkg", tmp_path)

@@ -1,5 +1,9 @@
 """A Trainer that compiles its own bound method once it knows what it trains."""
 
+import dataclasses
+import time
+import uuid
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +12,19 @@ import optax
 import stepcache as sc
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    weight_decay: float = 0.0
+    log_every: int = 2
+    name: str = dataclasses.field(default_factory=lambda: f"rmsprop at {time.ctime()}")
+    run: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = dataclasses.field(default_factory=time.time)
+
+
 class Trainer:
-    def __init__(self, optimizer, weight_decay=0.0, log_every=2):
+    def __init__(self, optimizer, options):
         self.optimizer = optimizer
-        self.weight_decay = weight_decay
-        self.log_every = log_every
+        self.options = options
         self.steps_done = 0
         self.run_log = []
         self.step = sc.step(self._step, donate_argnums=0)
@@ -20,7 +32,7 @@ class Trainer:
     def loss(self, params, batch):
         hidden = jax.nn.relu(batch["x"] @ params["in"])
         loss = jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
-        return loss + self.weight_decay * optax.tree.norm(params) ** 2
+        return loss + self.options.weight_decay * optax.tree.norm(params) ** 2
 
     def _step(self, state, batch):
         params, opt_state = state
@@ -34,7 +46,7 @@ class Trainer:
             state, loss = self.step(state, batch)
             self.steps_done += 1
             self.run_log.append(float(loss))
-            if self.steps_done % self.log_every == 0:
+            if self.steps_done % self.options.log_every == 0:
                 print(f"step {self.steps_done}: loss {self.run_log[-1]:.6f}")
         return state[0]
 
@@ -52,7 +64,7 @@ if __name__ == "__main__":
         "in": jax.random.normal(key_in, (4, 8)) / 2,
         "out": jax.random.normal(key_out, (8, 1)) / 3,
     }
-    trainer = Trainer(optax.rmsprop(0.01), weight_decay=1e-4)
+    trainer = Trainer(optax.rmsprop(0.01), Options(weight_decay=1e-4))
     params = trainer.fit(params, batches(10, rows=16))
     params = trainer.fit(params, batches(4, rows=8))
     print(f"best {min(trainer.run_log):.6f} of {trainer.steps_done}")
