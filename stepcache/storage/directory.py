@@ -206,8 +206,8 @@ class EntryDirectory:
         found = list(self.found())
         size_bytes = sum(each.size_bytes for each in found)
         for victim in self._victims(found, max_bytes, keep):
-            private_files.remove(victim.path)
-            size_bytes -= victim.size_bytes
+            if private_files.remove(victim.path):
+                size_bytes -= victim.size_bytes
         self._seen = _Seen(self.stamp(), size_bytes, 0)
 
     def victims(self, max_bytes: int) -> Iterator[Found]:
