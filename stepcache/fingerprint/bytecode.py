@@ -48,6 +48,9 @@ UNSEEN = {
 # namespace of Python's: they stand among the names that code reads.
 SHOWS_NAMESPACES = "show or compare types.SimpleNamespace"
 SHOWS_ARGUMENTS = "show or compare argparse.Namespace"
+# What code may do that names an attribute in which ml_collections keeps all settings.
+READS_SETTINGS = "read all settings"
+_OF_SETTINGS = frozenset(("_fields", "_configdict"))
 _SHOWING = frozenset("repr str format print ascii index count remove".split())
 LOCAL_ACCESS = frozenset(("locals", "vars", "eval", "exec", "dir", "co_varnames", "f_locals"))
 
@@ -132,11 +135,15 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
-    names.accessed.update(code.co_names)
+    asked = {each: _asked_by_constants(instructions, each) for each in _BY_NAME & {*code.co_names}}
+    names.accessed.update(each for each in code.co_names if not asked.get(each))
+    names.loads.update(*asked.values())
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
         names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
     if _shows_objects(code, instructions):
         names.attributes.add(SHOWS_NAMESPACES)
+    if not _OF_SETTINGS.isdisjoint(code.co_names):
+        names.attributes.add(READS_SETTINGS)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
     _collect_constants(constants, names, own_cells, whole)
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
@@ -177,6 +184,48 @@ def _collect_constants(
             whole.add(constant)
         elif isinstance(constant, tuple):
             _collect_constants(constant, names, own_cells, whole)
+
+
+def attribute_asked_for(following: list[dis.Instruction]) -> str | None:
+    """The attribute that a call of `getattr` or `hasattr` asks for, if a constant names it.
+
+    Args:
+        following: what comes after `getattr` is loaded: `(config.model, "rate", default)`.
+    """
+    after = _after_chain(following, 0)
+    name = following[after].argval if following[after].opname == "LOAD_CONST" else None
+    if not (after and isinstance(name, str) and name.isidentifier()):
+        return None
+    call, count = following[after + 1], 2
+    if default := _after_chain(following, after + 1):
+        call, count = following[default], 3
+    return name if call.opname == "CALL" and call.arg == count else None
+
+
+def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
+    """Where `name.attribute.attribute`, or a constant, ends; 0 where none begins."""
+    if not instructions[start].opname.startswith(("LOAD_", "BUILD_")):
+        return 0
+    end = start + 1
+    while instructions[end].opname in _ATTRIBUTE:
+        end += 1
+    return end
+
+
+def _asked_by_constants(instructions: list[dis.Instruction], name: str) -> set[str]:
+    """The attributes that code asks for by `getattr`, or `hasattr`.
+
+    Nothing if it does something else with the function, or computes the names.
+    """
+    found = [
+        attribute_asked_for(instructions[index + 1 :]) if each.opname in _GLOBAL else None
+        for index, each in enumerate(instructions)
+        if each.opcode in dis.hasname and each.argval == name
+    ]
+    return set() if None in found else set(found)  # type: ignore[arg-type]
+
+
+_BY_NAME = frozenset(("getattr", "hasattr"))
 
 
 def _keywords(constants: tuple, instructions: list[dis.Instruction]) -> list[tuple[str, ...]]:

@@ -18,6 +18,7 @@ import typing
 from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
+from stepcache.fingerprint.asked_by_name import is_config, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS, SHOWS_ARGUMENTS, SHOWS_NAMESPACES
 from stepcache.fingerprint.held import CONTAINERS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
@@ -51,6 +52,11 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         return
     walk.note(path, f"a {walk.follow_class(cls)}")
     _note_content(walk, path, value)
+    if is_config(cls):
+        state = note_config(walk, path, state)
+    elif is_model(cls):
+        note_model(walk, path, state)
+        return
     selective = is_plain(cls)
     if not selective and len(state) > 1:
         walk.note(f"{path} (order of attributes)", digest(state))

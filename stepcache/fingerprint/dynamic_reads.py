@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from types import CodeType
 
-from stepcache.fingerprint.bytecode import instructions_of
+from stepcache.fingerprint.bytecode import attribute_asked_for, instructions_of
 
 READS_ANY = "read any attribute"
 """Stands among the names that code reads for all of them."""
@@ -54,15 +54,6 @@ def _is_harmless(following: list[dis.Instruction], by_name: bool) -> bool:
     """Whether a call reads from `self` itself, or the attribute that a constant names."""
     if following[0].opname == "CALL":  # Without arguments.
         return True
-    start = 1
-    while start < len(following) and following[start].opname in _ATTRIBUTE:
-        start += 1
-    if start == 1 and _is_own(following[0]):
+    if _is_own(following[0]) and following[1].opname not in _ATTRIBUTE:
         return True
-    name, *after = following[start : start + 3] or following[:1]
-    is_constant = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
-    if not by_name or not is_constant or not after:
-        return False
-    if after[1:] and after[0].opname.startswith(("LOAD_", "BUILD_")):
-        after = after[1:]  # The default.
-    return after[0].opname.startswith("CALL")
+    return by_name and attribute_asked_for(following) is not None

@@ -89,7 +89,7 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
             walk.when_named(name, f"{label}.{name}", given)
     for read in names.reads:
         if read.kind == "global":
-            _follow_global(walk, label, function, read)
+            _follow_global(walk, label, function, read, names)
     for imported in names.imports:
         package = function.__globals__.get("__package__") or ""
         _follow_module(walk, label, package, imported)
@@ -141,7 +141,9 @@ def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]
 _COUNTS_TRACES = "/chex/_src/asserts.py"
 
 
-def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: Read) -> None:
+def _follow_global(
+    walk: Trail, label: str, function: types.FunctionType, read: Read, names: Names
+) -> None:
     space = function.__globals__
     if not walk.first_time((id(space), read)):
         return
@@ -159,10 +161,15 @@ def _follow_global(walk: Trail, label: str, function: types.FunctionType, read: 
         walk.note(path, "builtin hash")  # Whoever calls that is the one to be blamed.
     elif value is builtins.id and function.__name__ == "__repr__":
         walk.note(path, "builtin id")  # `Lookup.untrackable_in` blames it where a trace comes by.
+    elif read.name not in names.accessed and any(value is each for each in _BY_NAME):
+        walk.note(path, f"builtin builtins.{value.__name__}")
     else:
         if any(value is each for each in (builtins.globals, builtins.eval, builtins.exec)):
             _note_namespace(walk, function)
         follow_chain(walk, path, value, read)
+
+
+_BY_NAME = (getattr, hasattr)
 
 
 def _note_namespace(walk: Trail, function: types.FunctionType) -> None:

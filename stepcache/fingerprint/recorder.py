@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -20,6 +19,12 @@ from typing import Any
 from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
 from stepcache.fingerprint import jax_alone, opened_files
+from stepcache.fingerprint.asked_by_name import (
+    READERS_OF_ENVIRONMENT,
+    keeps_settings,
+    settings_read,
+    variables_read,
+)
 from stepcache.fingerprint.callers import (
     FRAMEWORKS,
     calls_matter,
@@ -42,14 +47,6 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 
-_ENVIRON: dict[CodeType, str] = {
-    type(os.environ).__getitem__.__code__: "key",
-    **{
-        vars(type(os.environ))[name].__code__: ""
-        for name in ("__iter__", "__len__", "__repr__")
-        if name in vars(type(os.environ))
-    },
-}
 _IMPORT_MODULE = importlib.import_module.__code__
 _SEED = random.Random.seed.__code__
 READERS_OF_FIELDS = {
@@ -58,8 +55,6 @@ READERS_OF_FIELDS = {
     if function is not None
 }
 """What reads all fields of a dataclass, by identity: all else in `dataclasses` calls these."""
-WHICH_VARIABLES = "(names of all)"
-"""Stands among the names of environment variables for what these names are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +74,8 @@ class Recording:
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     # Names of environment variables asked for, `WHICH_VARIABLES` among them.
     variables: set[str] = field(default_factory=set)
+    # What stands for the settings asked for, among the names that code reads.
+    settings: set[str] = field(default_factory=set)
     # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None  # Why it has not been watched, or not to its end.
@@ -129,6 +126,7 @@ class Recording:
             self.generated | other.generated,
             self.files | other.files,
             self.variables | other.variables,
+            self.settings | other.settings,
             self.impure | other.impure,
             other.unavailable or self.unavailable,
         )
@@ -170,8 +168,14 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     """Notes code; False where the same code may yet be entered in a way that counts."""
     if code in active.collections.codes:
         return True
-    if code in _ENVIRON:
-        _note_variables(code, frame)
+    if code in READERS_OF_ENVIRONMENT:
+        for recording in active.current():
+            recording.variables |= variables_read(code, frame)
+        return False
+    if keeps_settings(code.co_filename):
+        for recording in active.current():
+            recording.settings |= settings_read(code, frame)
+        _note(code)
         return False
     if code is _IMPORT_MODULE:
         _note_import(frame)
@@ -247,16 +251,6 @@ def _note_import(frame: FrameType) -> None:
     name = frame.f_locals.get("name")
     if isinstance(name, str) and not name.startswith(".") and origin_of_module(name) == USER:
         _call(importlib.import_module, frame.f_back)
-
-
-def _note_variables(code: CodeType, frame: FrameType) -> None:
-    key = _ENVIRON[code]
-    name = frame.f_locals.get(key) if key else None
-    names = [name] if isinstance(name, str | bytes) else []
-    if not key:
-        names = [WHICH_VARIABLES, *os.environ._data]  # type: ignore[attr-defined]
-    for recording in active.current():
-        recording.variables.update(os.fsdecode(name) for name in names)
 
 
 def _call(function: Any, frame: FrameType | None) -> None:

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from stepcache.fingerprint import instances
+from stepcache.fingerprint.asked_by_name import note_settings
 from stepcache.fingerprint.provenance import USER, origin_of
 from stepcache.fingerprint.tokens import short
 from stepcache.fingerprint.trail import Trail
@@ -169,9 +170,13 @@ def note_flags(walk: Trail, path: str, flags: Any) -> None:
     walk.note(path, type(flags).__name__)
     is_holder = hasattr(flags, "_flagvalues")
     known = flags._flagvalues if is_holder else flags
-    for name in {flags.name} & {*known} if is_holder else sorted(known):
-        walk.value(f"{path}.{name}", known[name].value)
-        walk.when_named("present", f"{path}[{name!r}].present", known[name].present)
+    found = {
+        name: known[name] for name in ({flags.name} & {*known} if is_holder else sorted(known))
+    }
+    note_settings(walk, path, [(name, flag.value) for name, flag in found.items()])
+    for name, flag in found.items():
+        for each in ("present", "default", "using_default_value"):
+            walk.when_named(each, f"{path}[{name!r}].{each}", getattr(flag, each, None))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change
 from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.dependencies import digest_dependencies
@@ -40,7 +41,7 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     state_of_file,
 )
-from stepcache.fingerprint.recorder import READERS_OF_FIELDS, WHICH_VARIABLES, Recording
+from stepcache.fingerprint.recorder import READERS_OF_FIELDS, Recording
 from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.trail import entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
@@ -201,7 +202,7 @@ class Lookup:
         reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()))
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
-        named |= entered_among(waiting.keys() | self._attributes)
+        named |= entered_among(waiting.keys() | self._attributes) | recording.settings
         if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):
             named.add(READS_ANY)
         return Used(

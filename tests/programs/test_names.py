@@ -107,6 +107,36 @@ def test_dynamic_access_is_known(text):
 @pytest.mark.parametrize(
     ("text", "is_dynamic"),
     [
+        ("getattr(x, 'rate')", False),
+        ("getattr(x.config.model, 'rate', n.first.rate) + hasattr(x, 'rate')", False),
+        ("getattr(x, 'rate', 2) + getattr(n, 'rate', -2.5)", False),
+        ("(lambda: getattr(x, 'rate'))", False),
+        ("getattr(x, 'rate') + getattr(x, n)", True),
+        ("getattr(x, 'rate'), (lambda: getattr(x, n))", True),
+        ("getattr(x, n), (lambda: getattr(x, 'rate'))", True),
+        ("getattr(x, 'rate'), getattr", True),
+        ("getattr(x('rate'), n)", True),
+        ("getattr(x('rate', 'rate'), n)", True),
+        ("getattr(x.of('rate'), n)", True),
+        ("getattr(x, *n)", True),
+        ("getattr(*n)", True),
+        ("getattr(x, 'rate' if n else 'other')", True),
+        ("getattr(x, '__dict__')", True),
+        ("getattr(x, 'vars')", True),
+        ("getattr(x, 'two words')", True),
+        ("x.getattr(x, 'rate')", True),
+    ],
+)
+def test_to_ask_for_an_attribute_by_a_constant_is_no_dynamic_access(text, is_dynamic):
+    names = names_of(compiled(f"def f(x, n): return {text}"))
+    assert names.is_dynamic is is_dynamic
+    if not is_dynamic:
+        assert "rate" in names.attributes and "rate" in names.loads
+
+
+@pytest.mark.parametrize(
+    ("text", "is_dynamic"),
+    [
         ("merge(x, copy=True)", False),
         ("merge(x, replace=merge(x, fields=n))", False),
         ("merge(x, names=('copy',))", True),

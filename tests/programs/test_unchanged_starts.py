@@ -70,6 +70,32 @@ def test_what_the_user_puts_into_that_cache_first_is_a_change(install, tmp_path)
     assert levels(start(mine, "filling_pkg", tmp_path))[0] == 1
 
 
+@pytest.mark.parametrize(
+    "edit", ["config.factor = 3", "del config.factor", "config.other = 3", "Config.other = 3"]
+)
+def test_attributes_asked_for_by_constants(edit, tmp_path):
+    source = """
+    class Config:
+        pass
+
+    config = Config()
+    config.factor, config.directory = 2, "first"
+    # Edited.
+
+    @sc.step
+    def step(x):
+        if hasattr(config, "other"):
+            return x * 3
+        return x * getattr(config, "factor", 3)
+    """
+    start(source, "no_package", tmp_path)
+    assert levels(start(source.replace("first", "second"), "no_package", tmp_path)) == (
+        WITHOUT_A_TRACE
+    )
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("# Edited.", edit), "no_package", tmp_path)
+
+
 KEEPS_SETTINGS = """
     class Reference:
         def __init__(self, function):

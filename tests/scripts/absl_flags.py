@@ -1,4 +1,6 @@
-"""Flags of absl: the step reads one by the registry, and one by its holder."""
+"""Flags of absl: the step reads one by the registry, one by its holder; one differs in each run."""
+
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import stepcache as sc
 FLAGS = flags.FLAGS
 LR = flags.DEFINE_float("lr", 0.1, "Learning rate.")
 flags.DEFINE_integer("layers", 2, "Number of layers.")
+flags.DEFINE_string("workdir", tempfile.mkdtemp(), "Where to write.")
 flags.DEFINE_integer("steps", 5, "Number of steps.")
 
 
