@@ -8,17 +8,17 @@ from __future__ import annotations
 import ast
 import dis
 import functools
-import re
 from dataclasses import dataclass, field
 from types import CodeType
 
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-_CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-# They stand between the instructions that matter, and change nothing about the value on the stack.
-_TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
-_OF_VARIABLE = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
+from stepcache.fingerprint.instructions import (
+    LOADS_ATTRIBUTE,
+    LOADS_GLOBAL,
+    attributes_asked_for,
+    instructions_of,
+)
 
+_CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 # Code that names one of these may read attributes that it does not name.
 DYNAMIC_ACCESS = frozenset(
     "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
@@ -113,21 +113,6 @@ def names_of(code: CodeType) -> Names:
     return names
 
 
-def instructions_of(code: CodeType) -> list[dis.Instruction]:
-    """The instructions that matter. Two that Python 3.13 has joined in one are two here."""
-    found: list[dis.Instruction] = []
-    for each in dis.get_instructions(code):
-        if each.opname in _TRANSPARENT:
-            continue
-        joined = _OF_VARIABLE.findall(each.opname)
-        if len(joined) < 2:
-            found.append(each)
-            continue
-        for operation, variable in zip(joined, each.argval, strict=True):
-            found.append(each._replace(opname=operation, argval=variable))
-    return found
-
-
 def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[str]) -> None:
     names.codes.append(code)
     own_cells = outer_locals | set(code.co_cellvars)
@@ -135,7 +120,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
-    asked = {each: _asked_by_constants(instructions, each) for each in _BY_NAME & {*code.co_names}}
+    asked = {each: attributes_asked_for(instructions, each) for each in _BY_NAME & {*code.co_names}}
     names.accessed.update(each for each in code.co_names if not asked.get(each))
     names.loads.update(*asked.values())
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
@@ -151,17 +136,17 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
         if instruction.opcode in dis.hasname:
-            is_load = operation in _ATTRIBUTE or operation in _GLOBAL
+            is_load = operation in LOADS_ATTRIBUTE or operation in LOADS_GLOBAL
             if is_load and (all_keys := _all_keys(code, instructions, index)):
                 names.keys.setdefault(argument, set()).update(all_keys)
             else:
                 whole.add(argument)
-        if operation in _GLOBAL or (operation in _CAPTURED and argument not in own_cells):
+        if operation in LOADS_GLOBAL or (operation in _CAPTURED and argument not in own_cells):
             chain = _chain(instructions, index)
             keys = _keys(instructions, index + len(chain) - (chain[-1:] == ("get",)))
-            kind = "global" if operation in _GLOBAL else "captured"
+            kind = "global" if operation in LOADS_GLOBAL else "captured"
             names.reads[Read(kind, argument, chain, keys)] = None
-        elif operation in _ATTRIBUTE or operation == "IMPORT_FROM":
+        elif operation in LOADS_ATTRIBUTE or operation == "IMPORT_FROM":
             names.loads.add(argument)
         elif operation == "IMPORT_NAME":
             _collect_import(instructions, index, names, bound)
@@ -184,45 +169,6 @@ def _collect_constants(
             whole.add(constant)
         elif isinstance(constant, tuple):
             _collect_constants(constant, names, own_cells, whole)
-
-
-def attribute_asked_for(following: list[dis.Instruction]) -> str | None:
-    """The attribute that a call of `getattr` or `hasattr` asks for, if a constant names it.
-
-    Args:
-        following: what comes after `getattr` is loaded: `(config.model, "rate", default)`.
-    """
-    after = _after_chain(following, 0)
-    name = following[after].argval if following[after].opname == "LOAD_CONST" else None
-    if not (after and isinstance(name, str) and name.isidentifier()):
-        return None
-    call, count = following[after + 1], 2
-    if default := _after_chain(following, after + 1):
-        call, count = following[default], 3
-    return name if call.opname == "CALL" and call.arg == count else None
-
-
-def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
-    """Where `name.attribute.attribute`, or a constant, ends; 0 where none begins."""
-    if not instructions[start].opname.startswith(("LOAD_", "BUILD_")):
-        return 0
-    end = start + 1
-    while instructions[end].opname in _ATTRIBUTE:
-        end += 1
-    return end
-
-
-def _asked_by_constants(instructions: list[dis.Instruction], name: str) -> set[str]:
-    """The attributes that code asks for by `getattr`, or `hasattr`.
-
-    Nothing if it does something else with the function, or computes the names.
-    """
-    found = [
-        attribute_asked_for(instructions[index + 1 :]) if each.opname in _GLOBAL else None
-        for index, each in enumerate(instructions)
-        if each.opcode in dis.hasname and each.argval == name
-    ]
-    return set() if None in found else set(found)  # type: ignore[arg-type]
 
 
 _BY_NAME = frozenset(("getattr", "hasattr"))
@@ -282,7 +228,7 @@ def _only_compares(instructions: list[dis.Instruction], name: str) -> bool:
         following = instructions[index + 1 : index + 6]
         if name == "type":  # The class is there when it has been called, with one variable.
             called = [(i.opname, i.arg) for i in following[1:2]] == [("CALL", 1)]
-            if instruction.opname not in _GLOBAL or not called:
+            if instruction.opname not in LOADS_GLOBAL or not called:
                 return False
             following = following[2:]
         if following and following[0].argval in ("__name__", "__qualname__"):
@@ -299,7 +245,7 @@ def _only_compares(instructions: list[dis.Instruction], name: str) -> bool:
 def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:
     attributes = []
     for instruction in instructions[index + 1 :]:
-        if instruction.opname not in _ATTRIBUTE:
+        if instruction.opname not in LOADS_ATTRIBUTE:
             break
         attributes.append(instruction.argval)
     return tuple(attributes)
@@ -357,7 +303,7 @@ def _asked_for(instructions: list[dis.Instruction]) -> tuple[str, ...]:
     if len(instructions) < 3:
         return ()
     method, key, *others = instructions
-    if method.opname not in _ATTRIBUTE or method.argval != "get" or not _is_text(key):
+    if method.opname not in LOADS_ATTRIBUTE or method.argval != "get" or not _is_text(key):
         return ()
     calls = [(each.opname, each.arg) for each in others]
     has_default = others[0].opname.startswith("LOAD_") and calls[1:] == [("CALL", 2)]

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from stepcache.fingerprint.bytecode import (
     SHOWS_ARGUMENTS,
     SHOWS_NAMESPACES,
-    instructions_of,
     names_of,
 )
 from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
+from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, instructions_of
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
@@ -227,7 +227,7 @@ def _may_be_of_the_users(
             return True
         if operation == "LOAD_GLOBAL":
             owner = _owner(space.get(str(argument)))
-        elif operation in _ATTRIBUTE and owner is not None and is_known:
+        elif operation in LOADS_ATTRIBUTE and owner is not None and is_known:
             owner = _owner(vars(owner).get(str(argument)))
         else:
             owner = None
@@ -248,7 +248,6 @@ def _is_for_call(instruction: dis.Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and is_marked)
 
 
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _NO_ATTRIBUTE = frozenset("LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME".split())
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import dis
 from types import CodeType
 
-from stepcache.fingerprint.bytecode import attribute_asked_for, instructions_of
+from stepcache.fingerprint.instructions import (
+    LOADS_ATTRIBUTE,
+    attribute_asked_for,
+    instructions_of,
+)
 
 READS_ANY = "read any attribute"
 """Stands among the names that code reads for all of them."""
@@ -19,7 +23,6 @@ _OF_WHOLE = frozenset(("vars", "dir", "getmembers"))
 _BY_TEXT = frozenset(("attrgetter", "methodcaller"))
 _ALL = _BY_NAME | _OF_WHOLE | _BY_TEXT | {"__dict__"}
 _OWN = frozenset(("self", "cls", "mcs", "mcls"))
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOADS_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
 
@@ -54,6 +57,6 @@ def _is_harmless(following: list[dis.Instruction], by_name: bool) -> bool:
     """Whether a call reads from `self` itself, or the attribute that a constant names."""
     if following[0].opname == "CALL":  # Without arguments.
         return True
-    if _is_own(following[0]) and following[1].opname not in _ATTRIBUTE:
+    if _is_own(following[0]) and following[1].opname not in LOADS_ATTRIBUTE:
         return True
     return by_name and attribute_asked_for(following) is not None
