@@ -41,7 +41,7 @@ class Model(Inner, extra="allow", frozen=False):
     def of_inner(self):
         return self.inner.factor
 
-model = Model(more=2, where="first")
+model = Model(more=2, run_in="first")
 numbers = ConfigDict({7: 2, 8: 0})
 config.same = config.get_ref("factor")
 # Edited.
@@ -57,7 +57,7 @@ def step(x):
     return x * READ
 """
 OTHERS = """numbers[8] = 1
-model.directory = model._directory = model.inner.directory = model.where = "second"
+model.directory = model._directory = model.inner.directory = model.run_in = "second"
 FLAGS.directory = config.directory = config.model.directory = "second"
 """
 FACTORS = """FLAGS.factor = 3.0
