@@ -19,12 +19,14 @@ from stepcache.fingerprint.instructions import (
 )
 
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-# Code that names one of these may read attributes that it does not name.
+# Code that names one of these may read attributes that it does not name. Not among them is what
+# runs code of Python's, as `dataclasses.replace` does: a recording sees whose fields that reads.
+# Most code that names `replace` or `copy` means that of a text, an array or a pytree.
 DYNAMIC_ACCESS = frozenset(
     "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
-    "attrgetter methodcaller getattr_static getmembers asdict astuple fields replace evolve copy "
-    "deepcopy dump dumps loads __reduce__ __reduce_ex__ __slots__ __dataclass_fields__ "
-    "__attrs_attrs__ __match_args__ f_globals f_locals modules format format_map vformat".split()
+    "attrgetter methodcaller getattr_static getmembers deepcopy dump dumps loads __reduce__ "
+    "__reduce_ex__ __slots__ __dataclass_fields__ __attrs_attrs__ __match_args__ f_globals "
+    "f_locals modules format format_map vformat".split()
 )
 # What is no part of the code, so that a change of it would not be seen.
 UNSEEN = {
@@ -121,7 +123,10 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
     asked = {each: attributes_asked_for(instructions, each) for each in _BY_NAME & {*code.co_names}}
-    names.accessed.update(each for each in code.co_names if not asked.get(each))
+    as_attributes = _attributes_alone(instructions) & _BUILTINS
+    names.accessed.update(
+        each for each in code.co_names if not (asked.get(each) or each in as_attributes)
+    )
     names.loads.update(*asked.values())
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
         names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
@@ -171,6 +176,16 @@ def _collect_constants(
             _collect_constants(constant, names, own_cells, whole)
 
 
+def _attributes_alone(instructions: list[dis.Instruction]) -> set[str]:
+    """Names that code has for attributes, and for nothing else."""
+    named = [each for each in instructions if each.opcode in dis.hasname]
+    others = {each.argval for each in named if each.opname not in _OF_ATTRIBUTES}
+    return {each.argval for each in named} - others
+
+
+_OF_ATTRIBUTES = LOADS_ATTRIBUTE | {"STORE_ATTR", "DELETE_ATTR"}
+# Functions of Python's. A walk that finds one of them, wherever it is kept, knows what it does.
+_BUILTINS = frozenset("getattr hasattr vars dir locals globals eval exec".split())
 _BY_NAME = frozenset(("getattr", "hasattr"))
 
 

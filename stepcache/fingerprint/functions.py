@@ -123,6 +123,8 @@ def _note_captured(
         except ValueError:
             walk.note(path, "empty")
             continue
+        if type(value) in (int, float):
+            walk.cells.setdefault(path, cell)
         reads = _reads_of_captured(name, value, names)
         for read in reads:
             follow_chain(walk, path, value, read)
@@ -132,7 +134,7 @@ def _note_captured(
 
 def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]:
     """How code reads a variable that it captured, where its whole value need not be followed."""
-    by_key = type(value) is dict and names is not None and LOCAL_ACCESS.isdisjoint(names.accessed)
+    by_key = type(value) is dict and names is not None and LOCAL_ACCESS.isdisjoint(names.attributes)
     if names is None or not (by_key or isinstance(value, types.ModuleType)):
         return []
     return [read for read in names.reads if read.kind == "captured" and read.name == name]
@@ -335,6 +337,8 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
 def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
     """Notes a module that is passed around: one of the user's by the names that code names."""
     walk.note(path, f"module {value.__name__}")
+    if value is builtins:
+        walk.reads_any_attribute()
     if origin_of_module(value.__name__) != USER:
         walk.distribution(value.__name__)
         return

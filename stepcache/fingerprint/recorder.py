@@ -35,6 +35,7 @@ from stepcache.fingerprint.callers import (
     responsible,
     why_call_is_impure,
 )
+from stepcache.fingerprint.classes import is_plain
 from stepcache.fingerprint.nesting import Nesting
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
@@ -228,9 +229,13 @@ def _has_to_be_seen_again(code: CodeType) -> bool:
 
 
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
-    """Notes that all fields of an object of the user's are read; JAX has dataclasses of its own."""
+    """Notes that all fields of an object of the user's are read.
+
+    JAX has dataclasses of its own; and of modules of flax and pytrees, all fields count anyway.
+    """
     given = frame.f_locals.get(code.co_varnames[0])
-    if origin_of(given if isinstance(given, type) else type(given)) == USER:
+    cls = given if isinstance(given, type) else type(given)
+    if origin_of(cls) == USER and is_plain(cls):
         for recording in active.current():
             recording.entered[id(code)] = code
 

@@ -87,6 +87,7 @@ class Trail(ABC):
         self.dependencies: dict[str, str] = {}  # Path and token of everything found.
         self.untrackable: dict[str, None] = {}  # What cannot be fingerprinted, in order.
         self.codes: set[types.CodeType] = set()  # The user's, among what was found.
+        self.cells: dict[str, types.CellType] = {}  # Those of captured numbers, by path.
         self.reader = ""  # The user's function that is being followed, if one is.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)

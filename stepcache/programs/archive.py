@@ -24,6 +24,7 @@ from stepcache.fingerprint import module_contents
 from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import Worker
+from stepcache.programs.left_by_traces import LeftInCells
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.preload import Preloader
 from stepcache.storage.content_index import ContentIndex
@@ -100,6 +101,7 @@ class Archive:
         self.worker = Worker("stepcache store", droppable=False)  # Stores what was built.
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
         self.preloader = Preloader(run_log, self._records, self._read_executable, remote)
+        self.left = LeftInCells()
         self._offered: set[tuple[str, str]] = set()
         self._contents = contents
         module_contents.learn(contents.read())

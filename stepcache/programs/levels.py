@@ -23,9 +23,10 @@ from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
-from stepcache.programs.lookup import NEVER_STORED, Left, Lookup, LookupResult, as_left
+from stepcache.programs.left_by_traces import Left, as_left, changed_by
+from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
-from stepcache.programs.remaking import captured_numbers, number_of
+from stepcache.programs.remaking import captured_numbers
 from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Sharing
 from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
@@ -81,14 +82,18 @@ class Levels:
     ) -> tuple[Lookup, LookupResult]:
         """What the archive has for a lookup, and the lookup that finds it.
 
-        A first trace may change what a later one depends on: optax's cosine schedule makes a number
-        of its own a float. In a process that has loaded the first program the number is as before.
+        Where there is nothing, it is asked again as if what was loaded had been traced.
         """
         result = archive.look_up(lookup, stage)
-        if self._left and result.record is None:
-            after = lookup.after(self._left)
+        left = self._left
+        if result.record is None and archive.left:
+            left = archive.left.of(lookup.cells()) | left
+        if result.record is None and left:
+            after = lookup.after(left)
             found = archive.look_up(after, stage)
             if found.record is not None:
+                with self._lock:
+                    self._left = left
                 return after, replace(found, assumes=True)
         return lookup, result
 
@@ -123,8 +128,11 @@ class Levels:
         if run is None:
             return None
         left = {name: (record.dependencies[name], to) for name, to in record.left.items()}
-        with self._lock:
-            self._left = self._left | left
+        if left:
+            with self._lock:
+                self._left = self._left | left
+            if archive is not None:
+                archive.left.add(left, lookup.cells())
         changes = self._changes_to(record.dependencies)
         captured = tuple(Captured(*each) for each in record.captured)
         program = Program(call.request.key, run, captured, seconds, 1, lowered=record.program)
@@ -267,7 +275,7 @@ class Levels:
         # What the trace itself changed, as a count of its calls, is no change after it.
         now = lookup.values_now(used)
         self._remember(dependencies | now)
-        left = {name: now[name] for name in now if _same_number(dependencies.get(name), now[name])}
+        left = changed_by(dependencies, now)
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
@@ -311,14 +319,6 @@ class Levels:
 
 def _not_examined(recording: Recording, staged: jaxcompat.Staged) -> Traced:
     return Traced({}, Used(), {}, None)
-
-
-def _same_number(before: str | None, after: str) -> bool:
-    """Whether a number has become another type's, as 100 and 100.0."""
-    if before is None or before == after:
-        return False
-    number = number_of(before)
-    return number is not None and number == number_of(after)
 
 
 def _filled_by_trace(

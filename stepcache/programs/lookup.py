@@ -14,7 +14,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -46,20 +46,11 @@ from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.trail import entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import default_device, inspection
+from stepcache.programs.left_by_traces import Left, as_left
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
 
 NEVER_STORED = "it cannot be stored: "
 """Begins the reason of a program which is of a kind that no process can store."""
-
-
-Left = dict[str, tuple[str, str]]
-"""Dependencies by name, as they were when a program was traced in another process, and after it."""
-
-
-def as_left(dependencies: dict[str, str], left: Left) -> dict[str, str]:
-    """Dependencies with those that are as before such a trace as they are after it."""
-    changed = {name: to for name, (at, to) in left.items() if dependencies.get(name) == at}
-    return dependencies | changed if changed else dependencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +151,10 @@ class Lookup:
             self._base_walk = self._walked()
             self._base_walk.fingerprint()
         return self._base_walk
+
+    def cells(self) -> dict[str, CellType]:
+        """Where the captured numbers among the dependencies are kept."""
+        return self._walk().cells
 
     def values_now(self, used: Used) -> dict[str, str]:
         """The dependencies about code and values as they are at this moment."""

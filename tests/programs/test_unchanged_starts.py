@@ -96,6 +96,40 @@ def test_attributes_asked_for_by_constants(edit, tmp_path):
         start(source.replace("# Edited.", edit), "no_package", tmp_path)
 
 
+def test_packages_go_through_the_fields_of_modules_and_trees_alone(tmp_path):
+    """Flax asks its modules, and dataclasses that are trees, for all their fields."""
+    source = """
+    import dataclasses
+    from flax import linen, struct
+
+    class Config:
+        factor, directory = 2, "first"
+
+    class Module(linen.Module):
+        config: Config
+
+        @linen.compact
+        def __call__(self, x):
+            return x * self.config.factor
+
+    @struct.dataclass
+    class State:
+        x: object
+
+    module = Module(Config())
+
+    @sc.step
+    def step(x):
+        state = State(None).replace(x=x)
+        return dataclasses.replace(state, x=module.apply({}, state.x)).x
+    """
+    start(source, "no_package", tmp_path)
+    again = start(source.replace("first", "second"), "no_package", tmp_path)
+    assert levels(again) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("= 2", "= 3"), "no_package", tmp_path)
+
+
 KEEPS_SETTINGS = """
     class Reference:
         def __init__(self, function):
@@ -497,6 +531,52 @@ def test_a_program_after_a_first_trace_is_found_after_no_other(old, new, traces,
     assert old in USES_A_SCHEDULE
     found = start(USES_A_SCHEDULE.replace(old, new), "schedule_pkg", tmp_path)
     assert found.update.stats().traces == traces, found.update.last_miss
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "traces"),
+    [
+        ("# Edited.", "", (0, 0)),
+        ("# Edited.", "scale = schedule_pkg.make_schedule(100)", (0, 1)),  # Of another one.
+        ("update(x)\n        #", "#", (0, 1)),  # Nothing has made a float.
+        ("# Edited.", "evaluate(scale, x[:2])", (0, 1)),  # Its own trace makes one.
+        ("schedule(100)", "schedule(101)", (1, 1)),
+    ],
+)
+def test_a_number_that_steps_share(old, new, traces, install, tmp_path):
+    """As the schedule in a `TrainState` that one step trains, and another one evaluates."""
+    package = """
+    def make_schedule(steps):
+        def schedule(x):
+            nonlocal steps
+            steps = float(steps)
+            return x * 2 * (steps / steps)
+        return schedule
+    """
+    source = """
+    import schedule_pkg
+
+    scale = schedule_pkg.make_schedule(100)
+
+    @sc.step
+    def update(x):
+        return scale(x)
+
+    @sc.step(static_argnums=0)
+    def evaluate(function, x):
+        return function(x)
+
+    def step(x):
+        update(x)
+        # Edited.
+        return evaluate(scale, x)
+    """
+    install("schedule_pkg", {"__init__.py": package})
+    start(source, "schedule_pkg", tmp_path)
+    edited = source.replace(old, new if "scale = " not in new else f"global scale; {new}")
+    found = start(edited, "schedule_pkg", tmp_path)
+    stats = found.update.stats(), found.evaluate.stats()
+    assert tuple(each.traces for each in stats) == traces, found.evaluate.last_miss
 
 
 @pytest.mark.parametrize("is_verified", [False, True])

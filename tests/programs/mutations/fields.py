@@ -134,6 +134,46 @@ FIELDS += [
     ),
     *(
         Kind(
+            f"all_fields_{name}",
+            f"""
+            import builtins
+            import copy
+            import dataclasses
+            from dataclasses import replace as changed
+            import attrs
+            @dataclasses.dataclass
+            class Config: rate: float = 1.0; other: float = 1.0
+            @attrs.define
+            class Made: rate: float = 1.0; other: float = 1.0
+            class Own:
+                rate = other = 1.0
+                def replace(self): return vars(self)
+                look, ways = staticmethod(vars), [vars]
+            def of(module, given): return module.vars(given)
+            CONFIG, MADE, OWN = Config(rate=«2.0¦3.0»), Made(rate=«2.0¦3.0»), Own()
+            OWN.rate = «2.0¦3.0»
+            def step(x): return x * ({code})
+            """,
+            "rate",
+        )
+        for name, code in (
+            ("as_a_dictionary", "sum(dataclasses.asdict(CONFIG).values())"),
+            ("as_a_tuple", "dataclasses.astuple(changed(CONFIG, other=2.0))[0]"),
+            ("compared", "2 if changed(CONFIG, other=1.0) == Config(rate=2.0) else 3"),
+            ("of_a_copy", "2 if copy.copy(CONFIG) == Config(rate=2.0) else 3"),
+            ("of_attrs_as_a_dictionary", "sum(attrs.asdict(MADE).values())"),
+            ("of_attrs_as_a_tuple", "attrs.astuple(attrs.evolve(MADE, other=1.0))[0]"),
+            ("of_attrs_of_a_copy", "2 if copy.copy(MADE) == Made(rate=2.0) else 3"),
+            ("by_a_function_of_a_module", "sum(builtins.vars(CONFIG).values())"),
+            ("by_a_module_that_is_given", "sum(of(builtins, CONFIG).values())"),
+            ("by_an_attribute", "sum(Own.look(CONFIG).values())"),
+            ("by_what_is_in_a_list", "sum(OWN.ways[0](CONFIG).values())"),
+            ("by_an_own_method", "sum(OWN.replace().values())"),
+            ("by_an_own_method_of_a_copy", "sum(copy.copy(OWN).replace().values())"),
+        )
+    ),
+    *(
+        Kind(
             f"key_of_a_dictionary_{name}",
             f"""
             class Trainer:
@@ -159,6 +199,7 @@ FIELDS += [
             ("by_its_values", "[*CONFIG.values()][1]"),
             ("that_is_unpacked", "read(**CONFIG)"),
             ("that_is_given", "of(CONFIG)"),
+            ("of_a_copy", "[*trainer.config.copy().values()][1]"),
             ("by_a_choice", '(CONFIG if x.ndim else {})["rate"]'),
         )
     ),

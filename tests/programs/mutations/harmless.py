@@ -146,6 +146,18 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_field_beside_what_is_replaced_and_copied",
+        """
+        import dataclasses
+        @dataclasses.dataclass
+        class Config: rate: float = 3.0; run_dir: str = "runs/«1¦2»"
+        config = Config()
+        def step(x):
+            text = "x-y".replace("-", "_")
+            return x.copy() * getattr(config, "rate", 1.0) * len(text)
+        """,
+    ),
+    _kind(
         "harmless_repr_of_a_dataclass",  # Which asks for its thread, in case that it is in itself.
         """
         import dataclasses
