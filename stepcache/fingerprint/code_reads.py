@@ -155,10 +155,29 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     if MATCH_CLASS in code.co_code[::2]:
         tuples = (each for each in code.co_consts if isinstance(each, tuple))
         strings.update(each for names in tuples for each in names if isinstance(each, str))
+    named = {*code.co_names, *strings}
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
     if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
         asked_for |= _asked_for_by_others(code)
-    return _Read(code, module, found, {*code.co_names, *strings}, asked_for)
+    if (module or "").startswith(_OF_JAX) and not (module or "").startswith(_OF_PALLAS):
+        named &= ASKED_BY_JAX
+        asked_for &= ASKED_BY_JAX
+    return _Read(code, module, found, named, asked_for)
+
+
+_OF_JAX, _OF_PALLAS = "jax._src.", "jax._src.pallas."
+ASKED_BY_JAX = frozenset(
+    "T _committed _internal_device_list _is_concrete _raw_platform addressable_memories at aval "
+    "block_until_ready children client copy_to_host_async create_cpp_call default_memory device "
+    "device_count device_set devices dimension_as_value dtype imag inserted_window_dims "
+    "is_fully_addressable is_fully_replicated items itemsize join keys kind lhs_ragged_dimensions "
+    "local_device_count local_devices lower memory_kind memory_space mesh nbytes ndim num_leaves "
+    "num_nodes operand_batching_dims platform process_index real scatter_dims_to_operand_dims "
+    "scatter_indices_batching_dims shape shard_shape sharding size spec tree_flatten "
+    "tree_unflatten type unflatten update_window_dims vma weak_type".split()
+)
+"""What JAX asks an object for that is none of its own. Found by giving its functions such objects;
+a test does that. All else that it reads, it reads of equations, traces, devices and the like."""
 
 
 def _asked_for_by_others(code: types.CodeType) -> set[str]:
@@ -176,12 +195,9 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
     return asked_for
 
 
-# What these packages read of objects of their own classes alone: of equations, primitives, types of
-# numbers, parameters of functions. Users give such names to their runs.
-_OF_THEIR_OWN = {
-    "jax": frozenset(("name", "params", "tag")),
-    **dict.fromkeys(("numpy", "flax", "optax"), frozenset(("name",))),
-}
+# These packages read a `name` of objects of their own classes alone: of types of numbers, of
+# parameters of functions. Users have such an attribute for that of a run.
+_NAMED_BY_THEMSELVES = frozenset(("numpy", "flax", "optax"))
 _FRAMEWORKS = TRUSTED | frozenset(
     "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
     "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
@@ -200,17 +216,16 @@ def _may_be_of_the_users(
     It does not where it reads a global, an attribute of an installed module or of a class in one
     (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
-    attributes are noted. Nor does JAX mean an attribute where a function speaks of itself, as
-    `jax.random.key` does in its errors.
+    attributes are noted.
     """
     package = (module or "").partition(".")[0]
-    if name in _OF_THEIR_OWN.get(package, ()):
+    if name == "name" and package in _NAMED_BY_THEMSELVES:
         return False
     if MATCH_CLASS in code.co_code[::2] and any(
         isinstance(each, tuple) and name in each for each in code.co_consts
     ):
         return True
-    if name in code.co_consts and not (package == "jax" and name == code.co_name):
+    if name in code.co_consts:
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
     is_method = package in ("jax", "numpy")

@@ -1,19 +1,22 @@
 """What code names, read from its bytecode, and what its digest sees."""
 
+import json
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import CodeType
 
 import flax
-import jax
 import numpy as np
 import optax
 import pytest
 
 from stepcache.fingerprint.bytecode import SHOWS_NAMESPACES, Read, names_of
+from stepcache.fingerprint.classes import is_special
 from stepcache.fingerprint.code_digests import code_digest
-from stepcache.fingerprint.code_reads import _may_be_of_the_users
+from stepcache.fingerprint.code_reads import ASKED_BY_JAX, _may_be_of_the_users
 
 
 def compiled(source, name="f", filename="x.py"):
@@ -273,18 +276,6 @@ def owners_of(attribute, source):
 @pytest.mark.parametrize(
     ("package", "attribute", "owners"),
     [
-        (jax, "params", "p self other f fun e r eqn"),
-        (jax, "tag", "self trace tangent_trace rem_trace jaxpr_trace impl"),
-        (
-            jax,
-            "name",
-            "self cls axis_data primitive prim jit_p psum_invariant_p eqn op curr_op operation "
-            "func func_op module symbol Location impl IFFT IRFFT dtype) dtype aval "
-            "canonical_dtype new_dtype new_dtype) lower_dtype upper_dtype dt) metadata attr "
-            "a p t f c e i x ) env logger cache_path memory_space sig_num) tpu_version fft_type "
-            "outer_fft_type comparator accuracy ragged_dot_mode mask_type reducer unsafe_call "
-            "unreduced_kind u_kind job svc",
-        ),
         (optax, "name", "self key dtype"),
         (
             flax,
@@ -296,7 +287,21 @@ def owners_of(attribute, source):
     ],
 )
 def test_packages_read_some_attributes_of_their_own_objects_alone(package, attribute, owners):
-    """Look at a new owner: if it may be an object of the user's, `_OF_THEIR_OWN` is wrong."""
+    """Look at a new owner: is it an object of the user's, `_NAMED_BY_THEMSELVES` is wrong."""
     source = Path(package.__file__).parent
-    found = owners_of(attribute, source / "_src" if package is jax else source)
-    assert found - {each for each in found if each.endswith("eqn")} <= set(owners.split())
+    assert owners_of(attribute, source) <= set(owners.split())
+
+
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_jax_asks_of_objects_that_are_none_of_its_own(every):
+    script = Path(__file__).with_name("ask_jax.py")
+    command = [sys.executable, str(script), str(every)]
+    output = subprocess.run(command, check=True, capture_output=True).stdout
+    asked = json.loads(output.splitlines()[-1])
+    by_jax = {
+        name
+        for name, modules in asked.items()
+        if any(each.startswith("jax.") for each in modules) and not is_special(name)
+    }
+    assert by_jax <= ASKED_BY_JAX
+    assert {"shape", "dtype", "sharding"} <= by_jax
