@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
@@ -82,29 +83,37 @@ def _setting(key: Any) -> str:
     return f"setting {key!r}" if type(key) in (str, int) else READS_SETTINGS
 
 
-def note_settings(walk: Trail, path: str, settings: Iterable[tuple[Any, Any]]) -> None:
-    """Notes settings, each as soon as it is known to be read."""
+def _is_watched(cls: type) -> bool:
+    """Whether a recording sees what is read of such objects: not of a copy of the package."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is not None and keeps_settings(file)
+
+
+def note_settings(walk: Trail, path: str, cls: type, settings: Iterable[tuple[Any, Any]]) -> None:
+    """Notes what an object of a class keeps by name, each as soon as it is known to be read."""
+    is_watched = _is_watched(cls)
     for key, value in settings:
         place = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
-        if (name := _setting(key)) == READS_SETTINGS:
+        if not is_watched or (name := _setting(key)) == READS_SETTINGS:
             walk.value(place, value)
         else:
             walk.when_named(name, place, value)
             walk.when_named(READS_SETTINGS, place, value)
 
 
-def is_config(cls: type) -> bool:
-    """Whether a class is a `ConfigDict`, or derived from one."""
-    return _CONFIG in {qualified_name(base) for base in cls.__mro__}
+def config_among(cls: type) -> type | None:
+    """The `ConfigDict` that a class is, or is derived from, if a recording sees what is read."""
+    found = (base for base in cls.__mro__ if qualified_name(base) == _CONFIG)
+    return next(filter(_is_watched, found), None)
 
 
 _CONFIG = "ml_collections.config_dict.config_dict.ConfigDict"
 
 
-def note_config(walk: Trail, path: str, state: dict[str, Any]) -> dict[str, Any]:
+def note_config(walk: Trail, path: str, base: type, state: dict[str, Any]) -> dict[str, Any]:
     """Notes the settings in a `ConfigDict`; returns its other attributes."""
     settings: dict[Any, Any] = state["_fields"]
-    note_settings(walk, path, list(settings.items()))
+    note_settings(walk, path, base, list(settings.items()))
     walk.when_named(READS_SETTINGS, f"{path} (order of settings)", tuple(settings))
     if "_configdict" in state:  # The frozen one's, as it was before it was frozen.
         walk.when_named(READS_SETTINGS, f"{path}._configdict", state["_configdict"])

@@ -18,7 +18,7 @@ import typing
 from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
-from stepcache.fingerprint.asked_by_name import is_config, is_model, note_config, note_model
+from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS, SHOWS_ARGUMENTS, SHOWS_NAMESPACES
 from stepcache.fingerprint.held import CONTAINERS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
@@ -52,8 +52,8 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         return
     walk.note(path, f"a {walk.follow_class(cls)}")
     _note_content(walk, path, value)
-    if is_config(cls):
-        state = note_config(walk, path, state)
+    if (config := config_among(cls)) is not None:
+        state = note_config(walk, path, config, state)
     elif is_model(cls):
         note_model(walk, path, state)
         return

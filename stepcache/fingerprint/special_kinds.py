@@ -173,7 +173,7 @@ def note_flags(walk: Trail, path: str, flags: Any) -> None:
     found = {
         name: known[name] for name in ({flags.name} & {*known} if is_holder else sorted(known))
     }
-    note_settings(walk, path, [(name, flag.value) for name, flag in found.items()])
+    note_settings(walk, path, type(flags), [(name, flag.value) for name, flag in found.items()])
     for name, flag in found.items():
         for each in ("present", "default", "using_default_value"):
             walk.when_named(each, f"{path}[{name!r}].{each}", getattr(flag, each, None))

@@ -3,6 +3,7 @@
 import pytest
 
 from stepcache import jaxcompat
+from stepcache.fingerprint import asked_by_name
 from tests.programs.starts import WITHOUT_A_TRACE, WITHOUT_COMPILING, levels, start
 
 pytestmark = pytest.mark.skipif(
@@ -139,6 +140,18 @@ def test_what_is_asked_of_a_flag_itself(tmp_path):
     for edit in ("FLAGS(['program', '--factor=2.0'])", "FLAGS.set_default('factor', 3.0)"):
         with pytest.raises(AssertionError, match="3"):
             start(program(read, edit), "no_package", tmp_path)
+
+
+@pytest.mark.parametrize("read", ["config.factor", "FLAGS.factor", "FACTOR.value"])
+def test_of_a_copy_of_such_a_package_all_count(read, monkeypatch, tmp_path):
+    """What it reads is not seen, as where it is not in `site-packages`."""
+    monkeypatch.setattr(asked_by_name, "_FILES", {})
+    asked_by_name.keeps_settings.cache_clear()
+    start(program(read), "no_package", tmp_path)
+    assert levels(start(program(read), "no_package", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match="3"):
+        start(program(read, FACTORS), "no_package", tmp_path)
+    asked_by_name.keeps_settings.cache_clear()
 
 
 @pytest.mark.parametrize(
