@@ -170,11 +170,10 @@ def note_flags(walk: Trail, path: str, flags: Any) -> None:
     walk.note(path, type(flags).__name__)
     is_holder = hasattr(flags, "_flagvalues")
     known = flags._flagvalues if is_holder else flags
-    found = {
-        name: known[name] for name in ({flags.name} & {*known} if is_holder else sorted(known))
-    }
-    note_settings(walk, path, type(flags), [(name, flag.value) for name, flag in found.items()])
-    for name, flag in found.items():
+    names = {flags.name} & {*known} if is_holder else sorted(known)
+    found = [(name, known[name]) for name in names]
+    note_settings(walk, path, type(flags), [(name, flag.value) for name, flag in found])
+    for name, flag in found:
         for each in ("present", "default", "using_default_value"):
             walk.when_named(each, f"{path}[{name!r}].{each}", getattr(flag, each, None))
 

@@ -24,7 +24,7 @@ from stepcache.fingerprint import module_contents
 from stepcache.fingerprint.dependencies import agree, differences
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import Worker
-from stepcache.programs.left_by_traces import LeftInCells
+from stepcache.programs.left_by_traces import Left, LeftInCells
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.preload import Preloader
 from stepcache.storage.content_index import ContentIndex
@@ -101,10 +101,21 @@ class Archive:
         self.worker = Worker("stepcache store", droppable=False)  # Stores what was built.
         self.verifier = Worker("stepcache verify", droppable=True, poll_seconds=0.05)
         self.preloader = Preloader(run_log, self._records, self._read_executable, remote)
-        self.left = LeftInCells()
+        self._left = LeftInCells()
         self._offered: set[tuple[str, str]] = set()
         self._contents = contents
         module_contents.learn(contents.read())
+
+    @_no_matter_of_the_step("remember what a trace leaves changed")
+    def remember_left(self, left: Left, lookup: Lookup) -> None:
+        """Remembers what the trace of a program leaves changed, which was loaded without one."""
+        if left:
+            self._left.add(left, lookup.cells())
+
+    @_no_matter_of_the_step("determine what traces leave changed", dict)
+    def left_for(self, lookup: Lookup) -> Left:
+        """What the traces of such programs, of any step, leave changed for a lookup."""
+        return self._left.of(lookup.cells()) if self._left else {}
 
     @_no_matter_of_the_step("look for a program", LookupResult)
     def look_up(self, lookup: Lookup, stage: Stage | None = None) -> LookupResult:

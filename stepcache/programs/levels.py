@@ -85,15 +85,13 @@ class Levels:
         Where there is nothing, it is asked again as if what was loaded had been traced.
         """
         result = archive.look_up(lookup, stage)
-        left = self._left
-        if result.record is None and archive.left:
-            left = archive.left.of(lookup.cells()) | left
-        if result.record is None and left:
+        left = {} if result.record is not None else archive.left_for(lookup) | self._left
+        if left:
             after = lookup.after(left)
             found = archive.look_up(after, stage)
             if found.record is not None:
                 with self._lock:
-                    self._left = left
+                    self._left = left | self._left
                 return after, replace(found, assumes=True)
         return lookup, result
 
@@ -128,11 +126,10 @@ class Levels:
         if run is None:
             return None
         left = {name: (record.dependencies[name], to) for name, to in record.left.items()}
-        if left:
-            with self._lock:
-                self._left = self._left | left
-            if archive is not None:
-                archive.left.add(left, lookup.cells())
+        with self._lock:
+            self._left = self._left | left
+        if archive is not None:
+            archive.remember_left(left, lookup)
         changes = self._changes_to(record.dependencies)
         captured = tuple(Captured(*each) for each in record.captured)
         program = Program(call.request.key, run, captured, seconds, 1, lowered=record.program)
