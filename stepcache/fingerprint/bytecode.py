@@ -14,7 +14,7 @@ from types import CodeType
 from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
     LOADS_GLOBAL,
-    attributes_asked_for,
+    attribute_asked_for,
     instructions_of,
 )
 
@@ -122,12 +122,10 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
-    asked = {each: attributes_asked_for(instructions, each) for each in _BY_NAME & {*code.co_names}}
-    as_attributes = _attributes_alone(instructions) & _BUILTINS
-    names.accessed.update(
-        each for each in code.co_names if not (asked.get(each) or each in as_attributes)
-    )
-    names.loads.update(*asked.values())
+    builtins = _BUILTINS & {*code.co_names}
+    names.accessed.update({*code.co_names} - builtins)
+    for name in builtins:
+        _collect_builtin(name, instructions, names)
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
         names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
     if _shows_objects(code, instructions):
@@ -176,15 +174,24 @@ def _collect_constants(
             _collect_constants(constant, names, own_cells, whole)
 
 
-def _attributes_alone(instructions: list[dis.Instruction]) -> set[str]:
-    """Names that code has for attributes, and for nothing else."""
-    named = [each for each in instructions if each.opcode in dis.hasname]
-    others = {each.argval for each in named if each.opname not in _OF_ATTRIBUTES}
-    return {each.argval for each in named} - others
+def _collect_builtin(name: str, instructions: list[dis.Instruction], names: Names) -> None:
+    """Collects what a function of Python's reads of objects, if constants say that.
+
+    An attribute of the same name is not that function: a walk finds it wherever it is kept.
+    """
+    asked = {
+        attribute_asked_for(instructions[index + 1 :])
+        if name in _BY_NAME and each.opname in LOADS_GLOBAL
+        else None
+        for index, each in enumerate(instructions)
+        if each.opcode in dis.hasname and each.argval == name and each.opname not in _OF_ATTRIBUTES
+    }
+    if None in asked:
+        names.accessed.add(name)
+    names.loads.update(each for each in asked if each is not None)
 
 
 _OF_ATTRIBUTES = LOADS_ATTRIBUTE | {"STORE_ATTR", "DELETE_ATTR"}
-# Functions of Python's. A walk that finds one of them, wherever it is kept, knows what it does.
 _BUILTINS = frozenset("getattr hasattr vars dir locals globals eval exec".split())
 _BY_NAME = frozenset(("getattr", "hasattr"))
 

@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepcache.fingerprint.asked_by_name import keeps_settings
 from stepcache.fingerprint.bytecode import (
+    READS_SETTINGS,
     SHOWS_ARGUMENTS,
     SHOWS_NAMESPACES,
     names_of,
@@ -34,6 +36,7 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 from stepcache.fingerprint.values import TRUSTED
+from stepcache.jaxcompat import inspection
 
 
 class Reads(NamedTuple):
@@ -159,25 +162,10 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
     if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
         asked_for |= _asked_for_by_others(code)
-    if (module or "").startswith(_OF_JAX) and not (module or "").startswith(_OF_PALLAS):
-        named &= ASKED_BY_JAX
-        asked_for &= ASKED_BY_JAX
+    if inspection.asks_for_known_names(module or ""):
+        named &= inspection.ASKED_BY_JAX
+        asked_for &= inspection.ASKED_BY_JAX
     return _Read(code, module, found, named, asked_for)
-
-
-_OF_JAX, _OF_PALLAS = "jax._src.", "jax._src.pallas."
-ASKED_BY_JAX = frozenset(
-    "T _committed _internal_device_list _is_concrete _raw_platform addressable_memories at aval "
-    "block_until_ready children client copy_to_host_async create_cpp_call default_memory device "
-    "device_count device_set devices dimension_as_value dtype imag inserted_window_dims "
-    "is_fully_addressable is_fully_replicated items itemsize join keys kind lhs_ragged_dimensions "
-    "local_device_count local_devices lower memory_kind memory_space mesh nbytes ndim num_leaves "
-    "num_nodes operand_batching_dims platform process_index real scatter_dims_to_operand_dims "
-    "scatter_indices_batching_dims shape shard_shape sharding size spec tree_flatten "
-    "tree_unflatten type unflatten update_window_dims vma weak_type".split()
-)
-"""What JAX asks an object for that is none of its own. Found by giving its functions such objects;
-a test does that. All else that it reads, it reads of equations, traces, devices and the like."""
 
 
 def _asked_for_by_others(code: types.CodeType) -> set[str]:
@@ -188,8 +176,9 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
     asked_for = set(code.co_names) if "AttributeError" in code.co_names else set()
     if may_read_any(code):
         asked_for.add(READS_ANY)
-    if SHOWS_NAMESPACES in names_of(code).attributes:
-        asked_for.add(SHOWS_NAMESPACES)
+    asked_for |= names_of(code).attributes & {SHOWS_NAMESPACES, READS_SETTINGS}
+    if keeps_settings(code.co_filename):
+        asked_for.discard(READS_SETTINGS)  # Whoever calls it is seen.
     if code.co_filename == argparse.__file__:
         asked_for.add(SHOWS_ARGUMENTS)
     return asked_for

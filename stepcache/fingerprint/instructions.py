@@ -28,19 +28,6 @@ def instructions_of(code: CodeType) -> list[dis.Instruction]:
     return found
 
 
-def attributes_asked_for(instructions: list[dis.Instruction], name: str) -> set[str]:
-    """The attributes that code asks for by `getattr`, or `hasattr`.
-
-    Nothing if it does something else with the function, or computes the names.
-    """
-    found = [
-        attribute_asked_for(instructions[index + 1 :]) if each.opname in LOADS_GLOBAL else None
-        for index, each in enumerate(instructions)
-        if each.opcode in dis.hasname and each.argval == name
-    ]
-    return set() if None in found else set(found)  # type: ignore[arg-type]
-
-
 def attribute_asked_for(following: list[dis.Instruction]) -> str | None:
     """The attribute that a call of `getattr` or `hasattr` asks for, if a constant names it.
 

@@ -352,3 +352,25 @@ def live_backend(devices: Any) -> bool:
         return True
     clients = {device.client for device in devices}
     return all(any(client is each for each in xla_bridge.backends().values()) for client in clients)
+
+
+ASKED_BY_JAX = frozenset(
+    # Found by giving objects to all public functions, as a test does.
+    "_committed _internal_device_list _is_concrete _raw_platform addressable_memories aval "
+    "block_until_ready children client copy_to_host_async create_cpp_call default_memory "
+    "device_count devices dimension_as_value dtype inserted_window_dims items join keys kind "
+    "lhs_ragged_dimensions local_device_count local_devices lower ndim num_leaves num_nodes "
+    "operand_batching_dims platform process_index scatter_dims_to_operand_dims "
+    "scatter_indices_batching_dims shape shard_shape sharding size tree_flatten tree_unflatten "
+    "type unflatten update_window_dims weak_type "
+    # What arrays and shardings have besides.
+    "T at device device_set imag is_fully_addressable is_fully_replicated itemsize memory_kind "
+    "memory_space mesh nbytes real spec vma".split()
+)
+"""What JAX may ask an object for that is none of its own. All else that its code reads, it reads of
+equations, traces and the like."""
+
+
+def asks_for_known_names(module: str) -> bool:
+    """Whether code of a module asks objects of users for `ASKED_BY_JAX` alone."""
+    return module.startswith("jax._src.") and not module.startswith("jax._src.pallas.")

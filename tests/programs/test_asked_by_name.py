@@ -142,16 +142,33 @@ def test_what_is_asked_of_a_flag_itself(tmp_path):
             start(program(read, edit), "no_package", tmp_path)
 
 
-@pytest.mark.parametrize("read", ["config.factor", "FLAGS.factor", "FACTOR.value"])
-def test_of_a_copy_of_such_a_package_all_count(read, monkeypatch, tmp_path):
-    """What it reads is not seen, as where it is not in `site-packages`."""
-    monkeypatch.setattr(asked_by_name, "_FILES", {})
+@pytest.fixture
+def copied_packages(monkeypatch):
+    """As where they are not in `site-packages`: nobody sees what they read."""
+    with monkeypatch.context() as patch:
+        patch.setattr(asked_by_name, "_FILES", {})
+        asked_by_name.keeps_settings.cache_clear()
+        yield
     asked_by_name.keeps_settings.cache_clear()
+
+
+@pytest.mark.parametrize("read", ["config.factor", "FLAGS.factor", "FACTOR.value"])
+def test_of_a_copy_of_such_a_package_all_count(read, copied_packages, tmp_path):
     start(program(read), "no_package", tmp_path)
     assert levels(start(program(read), "no_package", tmp_path)) == WITHOUT_A_TRACE
     with pytest.raises(AssertionError, match="3"):
         start(program(read, FACTORS), "no_package", tmp_path)
-    asked_by_name.keeps_settings.cache_clear()
+
+
+def test_all_count_where_another_package_knows_where_they_are_kept(install, tmp_path):
+    install("settings_pkg", {"__init__.py": "def read(given): return given._fields['fac' + 'tor']"})
+    read = "settings_pkg.read(numbers)"
+    source = f"import settings_pkg\n{program(read)}".replace("{7: 2", "{'factor': 2")
+    source = source.replace("8: 0", "'run': 0")
+    start(source, "settings_pkg", tmp_path)
+    assert levels(start(source, "settings_pkg", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match="3"):
+        start(source.replace("'factor': 2", "'factor': 3"), "settings_pkg", tmp_path)
 
 
 @pytest.mark.parametrize(
