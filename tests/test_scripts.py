@@ -250,6 +250,14 @@ def test_options_of_the_command_line(tmp_path):
     assert again.how == ["loaded"] * 2 and again.output == default.output, shown(again)
 
 
+def test_a_trainer_with_names_that_jax_has_for_what_is_its_own(tmp_path):
+    script = Script("trainer_names", tmp_path)
+    first, second, other = script.run(), script.run("--run", "second"), script.run("--factor", "3")
+    assert first.how == ["compiled"] and second.how == ["loaded"], shown(second)
+    assert other.how == ["compiled"] and "factor: 2.0 → 3.0" in other.programs[0]["miss"]
+    assert first.output == second.output != other.output
+
+
 def test_flags_of_absl(tmp_path):
     script = Script("absl_flags", tmp_path)
     first, _ = built_once_then_loaded(script, "train_step", quiet=False)

@@ -162,7 +162,7 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
     if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
         asked_for |= _asked_for_by_others(code)
-    if inspection.asks_for_known_names(module or ""):
+    if inspection.asks_for_known_names(code.co_filename):
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
     return _Read(code, module, found, named, asked_for)

@@ -371,6 +371,12 @@ ASKED_BY_JAX = frozenset(
 equations, traces and the like."""
 
 
-def asks_for_known_names(module: str) -> bool:
-    """Whether code of a module asks objects of users for `ASKED_BY_JAX` alone."""
-    return module.startswith("jax._src.") and not module.startswith("jax._src.pallas.")
+_OF_JAX = f"{Path(str(jax.__file__)).parent}{os.sep}"
+_OF_JAXLIB = f"{Path(str(jaxlib.version.__file__)).parent}{os.sep}"
+_KNOWN = (f"{_OF_JAX}_src{os.sep}", _OF_JAXLIB)
+_PALLAS = f"{_OF_JAX}_src{os.sep}pallas{os.sep}"
+
+
+def asks_for_known_names(filename: str) -> bool:
+    """Whether a file is of JAX, and asks objects of users for `ASKED_BY_JAX` alone."""
+    return filename.startswith(_KNOWN) and not filename.startswith(_PALLAS)

@@ -96,27 +96,6 @@ def test_attributes_asked_for_by_constants(edit, tmp_path):
         start(source.replace("# Edited.", edit), "no_package", tmp_path)
 
 
-def test_names_that_jax_has_for_what_is_its_own(tmp_path):
-    source = """
-    class Trainer:
-        def __init__(self):
-            self.factor = 2
-            self.data = self.step = self.seed = self.host = self.counter = self.context = "first"
-
-        def train(self, x):
-            keys = jax.random.split(jax.random.key(0))
-            noise = jax.lax.map(jnp.sin, jax.vmap(jax.random.normal)(keys)).sum()
-            return jax.jit(jnp.multiply)(x, self.factor) + 0 * noise
-
-    step = sc.step(Trainer().train)
-    """
-    start(source, "no_package", tmp_path)
-    again = start(source.replace("first", "second"), "no_package", tmp_path)
-    assert levels(again) == WITHOUT_A_TRACE
-    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
-        start(source.replace("factor = 2", "factor = 3"), "no_package", tmp_path)
-
-
 def test_packages_go_through_the_fields_of_modules_and_trees_alone(tmp_path):
     """Flax asks its modules, and dataclasses that are trees, for all their fields."""
     source = """
