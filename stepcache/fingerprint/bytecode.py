@@ -16,6 +16,7 @@ from stepcache.fingerprint.instructions import (
     LOADS_GLOBAL,
     attribute_asked_for,
     instructions_of,
+    simple_arguments,
 )
 
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -96,6 +97,8 @@ class Names:
     accessed: set[str] = field(default_factory=set)
     # The attribute names among them that it reads of anything.
     loads: set[str] = field(default_factory=set)
+    # Chains to what it asks for attributes by computed names: `getattr(jax.nn, activation)`.
+    asked: set[Read] = field(default_factory=set)
     codes: list[CodeType] = field(default_factory=list)  # The code objects covered.
 
     @property
@@ -125,7 +128,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     builtins = _BUILTINS & {*code.co_names}
     names.accessed.update({*code.co_names} - builtins)
     for name in builtins:
-        _collect_builtin(name, instructions, names)
+        _collect_builtin(name, instructions, names, own_cells)
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
         names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
     if _shows_objects(code, instructions):
@@ -174,21 +177,38 @@ def _collect_constants(
             _collect_constants(constant, names, own_cells, whole)
 
 
-def _collect_builtin(name: str, instructions: list[dis.Instruction], names: Names) -> None:
-    """Collects what a function of Python's reads of objects, if constants say that.
+def _collect_builtin(
+    name: str, instructions: list[dis.Instruction], names: Names, own_cells: set[str]
+) -> None:
+    """Collects what a function of Python's reads of objects, and of which.
 
     An attribute of the same name is not that function: a walk finds it wherever it is kept.
     """
-    asked = {
-        attribute_asked_for(instructions[index + 1 :])
-        if name in _BY_NAME and each.opname in LOADS_GLOBAL
-        else None
-        for index, each in enumerate(instructions)
-        if each.opcode in dis.hasname and each.argval == name and each.opname not in _OF_ATTRIBUTES
-    }
-    if None in asked:
-        names.accessed.add(name)
-    names.loads.update(each for each in asked if each is not None)
+    for index, each in enumerate(instructions):
+        if each.opcode not in dis.hasname or each.argval != name or each.opname in _OF_ATTRIBUTES:
+            continue
+        following = instructions[index + 1 :] if each.opname in LOADS_GLOBAL else []
+        attribute = attribute_asked_for(following) if name in _BY_NAME and following else None
+        asked = _asked(following, own_cells) if name == "getattr" and following else None
+        if attribute is not None:
+            names.loads.add(attribute)
+        elif asked is not None:
+            names.asked.add(asked)
+        else:
+            names.accessed.add(name)
+
+
+def _asked(following: list[dis.Instruction], own_cells: set[str]) -> Read | None:
+    """The chain to what a call of `getattr` asks, if it starts at a global or captured variable."""
+    arguments = simple_arguments(following)
+    if len(arguments) not in (2, 3):
+        return None
+    start, *attributes = arguments[0]
+    is_captured = start.opname in _CAPTURED and start.argval not in own_cells
+    if start.opname not in LOADS_GLOBAL and not is_captured:
+        return None
+    kind = "captured" if is_captured else "global"
+    return Read(kind, start.argval, tuple(each.argval for each in attributes))
 
 
 _OF_ATTRIBUTES = LOADS_ATTRIBUTE | {"STORE_ATTR", "DELETE_ATTR"}

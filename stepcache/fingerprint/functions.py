@@ -93,6 +93,8 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     for imported in names.imports:
         package = function.__globals__.get("__package__") or ""
         _follow_module(walk, label, package, imported)
+    for asked in names.asked:
+        _note_all_names(walk, _module_asked(function, asked))
     if "isEnabledFor" in names.loads or "getEffectiveLevel" in names.loads:
         walk.read_attributes((_ASKING_LOGGERS,))
     if not (function.__name__ == "__init__" and is_generated(function)):  # It stores fields only.
@@ -331,6 +333,8 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
             follow_chain(walk, read.name, value, read)
     for imported in names.imports:
         _follow_module(walk, label, inside, imported)
+    if names.asked:
+        walk.reads_any_attribute()
     walk.add_names(names)
 
 
@@ -341,6 +345,7 @@ def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
         walk.reads_any_attribute()
     if origin_of_module(value.__name__) != USER:
         walk.distribution(value.__name__)
+        walk.library_modules.setdefault(value.__name__, False)
         return
     if type(value) is not types.ModuleType:
         walk.follow_class(type(value))
@@ -350,6 +355,33 @@ def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
             walk.value(f"{label}:{name}", each)
         elif name not in _OF_MODULES:
             walk.when_named(name, f"{label}:{name}", each)
+
+
+def _module_asked(function: types.FunctionType, asked: Read) -> types.ModuleType | None:
+    """The module that a function asks for names which it computes, if it is one."""
+    value: Any = function.__globals__.get(asked.name)
+    if asked.kind == "captured":
+        try:
+            place = function.__code__.co_freevars.index(asked.name)
+            value = (function.__closure__ or ())[place].cell_contents
+        except ValueError:  # It has no value yet.
+            return None
+    for name in asked.attributes:
+        value = vars(value).get(name) if type(value) is types.ModuleType else None
+    return value if type(value) is types.ModuleType else None
+
+
+def _note_all_names(walk: Trail, module: types.ModuleType | None) -> None:
+    """Notes whatever a name in a module may mean: one of the user's, or of a well known package."""
+    if module is not None and module.__name__.partition(".")[0] in values.TRUSTED:
+        walk.library_modules[module.__name__] = True
+    elif module is not None and origin_of_module(module.__name__) == USER:
+        label = walk.namespace(vars(module), None, module.__name__)
+        for name, each in vars(module).copy().items():
+            if name not in _OF_MODULES:
+                walk.value(f"{label}:{name}", each)
+    else:
+        walk.reads_any_attribute()
 
 
 # What Python keeps in each module.

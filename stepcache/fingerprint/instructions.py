@@ -34,18 +34,29 @@ def attribute_asked_for(following: list[dis.Instruction]) -> str | None:
     Args:
         following: what comes after `getattr` is loaded: `(config.model, "rate", default)`.
     """
-    after = _after_chain(following, 0)
-    name = following[after].argval if following[after].opname == "LOAD_CONST" else None
-    if not (after and isinstance(name, str) and name.isidentifier()):
+    arguments = simple_arguments(following)
+    if len(arguments) not in (2, 3) or arguments[1][0].opname != "LOAD_CONST":
         return None
-    call, count = following[after + 1], 2
-    if default := _after_chain(following, after + 1):
-        call, count = following[default], 3
-    return name if call.opname == "CALL" and call.arg == count else None
+    name = arguments[1][0].argval
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def simple_arguments(following: list[dis.Instruction]) -> list[list[dis.Instruction]]:
+    """The arguments of a call, if each is a constant or a chain: `name.attribute.attribute`.
+
+    Args:
+        following: what comes after the function is loaded.
+    """
+    arguments, start = [], 0
+    while end := _after_chain(following, start):
+        arguments.append(following[start:end])
+        start = end
+    call = following[start]
+    return arguments if (call.opname, call.arg) == ("CALL", len(arguments)) else []
 
 
 def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
-    """Where `name.attribute.attribute`, or a constant, ends; 0 where none begins."""
+    """Where a chain or a constant, or an empty container, ends; 0 where none begins."""
     if not instructions[start].opname.startswith(("LOAD_", "BUILD_")):
         return 0
     end = start + 1

@@ -88,6 +88,9 @@ class Trail(ABC):
         self.untrackable: dict[str, None] = {}  # What cannot be fingerprinted, in order.
         self.codes: set[types.CodeType] = set()  # The user's, among what was found.
         self.cells: dict[str, types.CellType] = {}  # Those of captured numbers, by path.
+        # Modules of libraries that the user's code has as values, by name, and whether it asks them
+        # for names that it computes.
+        self.library_modules: dict[str, bool] = {}
         self.reader = ""  # The user's function that is being followed, if one is.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
@@ -138,6 +141,10 @@ class Trail(ABC):
             for name, found in self._waiting.items()
         }
         return {name: any(map(_can_be_called, values)) for name, values in used.items() if values}
+
+    def read_of_modules(self, name: str) -> tuple[set[str], bool]:
+        """The names that code may read of a library's module, and whether it may read any."""
+        return self._names, self._reads_all or self.library_modules[name]
 
     def note(self, path: str, token: str) -> None:
         """Notes a dependency. A path that stands for something else already gets a number."""

@@ -265,7 +265,7 @@ class Levels:
         used = lookup.used_by(recorded)
         dependencies = dict(lookup.extend(used).dependencies)
         # That has found more objects of the user's, in installed modules, whose code may read them.
-        while (more := lookup.used_by(recorded)).attributes != used.attributes:
+        while (more := lookup.used_by(recorded)) != used:
             used, dependencies = more, dict(lookup.extend(more).dependencies)
         dependencies |= _filled_by_trace(dependencies, used, result)
         untrackable = lookup.untrackable_in(recorded)

@@ -28,7 +28,7 @@ from stepcache.events import Change
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
-from stepcache.fingerprint.code_reads import reads_of
+from stepcache.fingerprint.code_reads import reads_of, with_library_modules
 from stepcache.fingerprint.dependencies import digest_dependencies
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.nondeterminism import why_impure
@@ -203,7 +203,7 @@ class Lookup:
         return Used(
             sorted(reads.asked_for | named),
             reads.modules,
-            reads.names,
+            with_library_modules(reads.names, self._walk()),
             [self._file_name(path) for path in sorted(recording.files)],
             sorted(recording.variables),
         )

@@ -34,6 +34,7 @@ CHANGES = [
     *frameworks.TRACED_BEFORE,
     *frameworks.INSTALLED,
     *frameworks.TREES,
+    *frameworks.PASSED_AROUND,
     *frameworks.DECLARED,
     *frameworks.SETTINGS,
 ]

@@ -143,6 +143,32 @@ def test_to_ask_for_an_attribute_by_a_constant_is_no_dynamic_access(text, is_dyn
 
 
 @pytest.mark.parametrize(
+    ("text", "asked", "is_dynamic"),
+    [
+        ("getattr(lib.nn, x)", {"lib.nn"}, False),
+        ("getattr(lib, x.name, n.default)(getattr(lib.nn, n))", {"lib", "lib.nn"}, False),
+        ("(lambda: getattr(lib, x))", {"lib"}, False),
+        ("[getattr(lib, each) for each in n]", {"lib"}, False),
+        ("getattr(lib.nn, x)(getattr(x, n))", {"lib.nn"}, True),
+        ("getattr(lib.nn[x], n)", set(), True),
+        ("getattr(lib.nn + x, n)", set(), True),
+        ("getattr(lib.nn(x), n)", set(), True),
+        ("getattr(lib.of(x), n, x)", set(), True),
+        ("getattr(lib or x, n)", set(), True),
+        ("getattr(lib if n else x, n)", set(), True),
+        ("getattr(lib, x + n)", set(), True),
+        ("getattr(lib, *x)", set(), True),
+        ("(lambda x: lambda: getattr(x, n))", set(), True),
+        ("getattr(x, n)", set(), True),
+    ],
+)
+def test_of_what_a_computed_attribute_is_asked(text, asked, is_dynamic):
+    names = names_of(compiled(f"def f(x, n): return {text}"))
+    assert {".".join((each.name, *each.attributes)) for each in names.asked} == asked
+    assert names.is_dynamic is is_dynamic
+
+
+@pytest.mark.parametrize(
     ("text", "is_dynamic"),
     [
         ("merge(x, vars=True)", False),

@@ -756,6 +756,62 @@ TREES = [
     ),
 ]
 
+PASSED_AROUND = [
+    Kind(
+        f"function_of_a_module_{name}",
+        f"""
+        import types
+        NAME, PARTS = "gelu", ["ge", "lu"]
+        before = jax.nn.gelu
+        def restore(): jax.nn.gelu = before
+        if «0¦1»: jax.nn.gelu = {value}
+        {code}
+        """,
+        "jax.nn.gelu",
+    )
+    for name, value, code in (
+        ("by_another_name", "lambda x: x * 3", "def step(x): nn = jax.nn; return nn.gelu(x)"),
+        ("by_another_name_of_jax", "jax.nn.silu", "def step(x): nn = jax.nn; return nn.gelu(x)"),
+        ("given", "jax.nn.silu", "step = lambda x: (lambda lib: lib.nn.gelu(x))(jax)"),
+        ("in_a_list", "jax.nn.silu", "KEPT = [jax.nn]; step = lambda x: KEPT[0].gelu(x)"),
+        (
+            "in_an_object",
+            "jax.nn.silu",
+            "KEPT = types.SimpleNamespace(nn=jax.nn); step = lambda x: KEPT.nn.gelu(x)",
+        ),
+        (
+            "imported_in_a_function",
+            "jax.nn.silu",
+            "def step(x):\n            import jax.nn as nn; return nn.gelu(x)",
+        ),
+        ("by_computed_name", "lambda x: x * 3", "step = lambda x: getattr(jax.nn, NAME)(x)"),
+        ("by_computed_name_of_jax", "jax.nn.silu", "step = lambda x: getattr(jax.nn, NAME)(x)"),
+        ("by_two_names", "jax.nn.silu", "step = lambda x: getattr(jax.nn, PARTS[0] + PARTS[1])(x)"),
+        ("by_two_steps", "jax.nn.silu", "step = lambda x: getattr(jax, 'nn').gelu(x)"),
+        ("by_its_namespace", "jax.nn.silu", "step = lambda x: vars(jax.nn)[NAME](x)"),
+    )
+]
+PASSED_AROUND += [
+    Kind(
+        f"function_of_mine_{name}",
+        f"""
+        import layers_{name} as layers
+        class Config: name = "double"
+        CONFIG, NAME = Config(), ["double"]
+        {code}
+        # --- layers_{name}.py
+        FACTOR = «2¦3»
+        def double(x): return x * FACTOR
+        """,
+        f"layers_{name}.py:FACTOR",
+    )
+    for name, code in (
+        ("by_computed_name", "def step(x): return getattr(layers, CONFIG.name)(x)"),
+        ("captured", "step = (lambda lib: lambda x: getattr(lib, CONFIG.name, None)(x))(layers)"),
+        ("by_a_subscript", "def step(x): return getattr(layers, NAME[0])(x)"),
+    )
+]
+
 _MESH = """
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 devices = jax.devices()

@@ -39,6 +39,15 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_beside_a_computed_name",  # Of a module, not of an object.
+        """
+        class Config:
+            def __init__(self): self.activation, self.directory = "gelu", "«first¦second»"
+        CONFIG = Config()
+        def step(x): return getattr(jax.nn, CONFIG.activation)(x)
+        """,
+    ),
+    _kind(
         "harmless_name_of_an_attribute_of_jax",  # Of the one that measures how long it traces.
         """
         class Trainer:
