@@ -13,7 +13,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Set
 from typing import Any
 
 from stepcache.fingerprint.bytecode import Names
@@ -125,16 +125,21 @@ class Trail(ABC):
             self.reads_any_attribute()
         self._add(read)
 
-    def waiting(self, entered: Container[types.CodeType]) -> dict[str, bool]:
+    def waiting(self, entered: Set[types.CodeType], of_jax: Container[int]) -> dict[str, bool]:
         """Attributes of the user's objects that no code of theirs names; whether one can be called.
 
         A library that used a method would have entered its code in the trace, so what was not
         entered is left out.
+
+        Args:
+            entered: the code that was.
+            of_jax: JAX's code that may have been, by identity.
         """
 
         def may_be_used(value: Any) -> bool:
             function = function_in(value)
-            return function is None or _entered_with(function) in entered
+            code = None if function is None else _entered_with(function)
+            return code is None or id(code) in of_jax or code in entered
 
         used = {
             name: [value for _, value in found if may_be_used(value)]

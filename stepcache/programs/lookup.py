@@ -195,7 +195,7 @@ class Lookup:
     def used_by(self, recording: Recording) -> Used:
         """What a trace used."""
         reads = reads_of(recording.entered.values(), recording.of_jax)
-        waiting = self._walk().waiting(set(recording.entered.values()))
+        waiting = self._walk().waiting(set(recording.entered.values()), recording.of_jax)
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
         named |= entered_among(waiting.keys() | self._attributes) | recording.settings
         if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):

@@ -41,6 +41,30 @@ def read(given):
 FACTOR = "config.factor = 3"
 
 
+@pytest.mark.parametrize("edit", ["jnp.max", "jnp.mean", "lambda x: x * 3"])
+def test_an_edit_of_a_function_of_jax_that_an_earlier_trace_has_entered(edit, install, tmp_path):
+    """What all traces enter is recorded in the first one alone."""
+    install("read_pkg", {"__init__.py": "def read(given, x): return given.chosen(x)"})
+    source = """
+    import read_pkg
+
+    class Config: pass
+
+    config = Config()
+    config.chosen = jnp.sum
+    sc.step(lambda x: jnp.sum(x) + jnp.max(x))(jnp.ones(2))
+
+    @sc.step
+    def step(x):
+        return x * 2 + 0 * read_pkg.read(config, x)
+    """
+    start(source, "read_pkg", tmp_path)
+    second = start(source, "read_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+    third = start(source.replace("chosen = jnp.sum", f"chosen = {edit}"), "read_pkg", tmp_path)
+    assert levels(third)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("read", "given", "edit"),
     [
