@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -161,13 +161,18 @@ class CallMonitor(Shared):
     Args:
         on_start: callback of `PY_START`, of all code.
         on_call: callback of `CALL`, of the code given to `see_calls_from`.
+        ending: code whose ends are to be seen.
+        on_end: callback of `PY_RETURN` of that code, and of `PY_UNWIND` of all code.
     """
 
     _TOOLS = (4, 3)  # The other numbers belong to debuggers, coverage, profilers and optimizers.
 
-    def __init__(self, on_start: Callable, on_call: Callable):
+    def __init__(self, on_start: Callable, on_call: Callable, ending: CodeType, on_end: Callable):
         super().__init__()
-        self._on_start, self._on_call = on_start, on_call
+        names = ("PY_START", "CALL", "PY_RETURN", "PY_UNWIND")
+        self._callbacks = dict(zip(names, (on_start, on_call, on_end, on_end), strict=True))
+        self._ending = ending
+        self._all = monitoring and monitoring.events.PY_START | monitoring.events.PY_UNWIND
         self._tools: list[int] = []
         self._touched: dict[int, CodeType] = {}
         self._calling: set[int] = set()
@@ -198,6 +203,23 @@ class CallMonitor(Shared):
             monitoring.set_local_events(self._tools[0], code, monitoring.events.CALL)
             self._calling.add(id(code))
 
+    def see_again(self, codes: Iterable[CodeType]) -> None:
+        """Has places seen again in some code for which `disable` was called."""
+        if len(self._tools) != 1:
+            return  # A second tool has disabled none.
+        tool, events = self._tools[0], monitoring.events
+        monitoring.set_events(tool, 0)
+        for code in codes:
+            self._enable(tool, code)
+            if id(code) in self._calling:
+                monitoring.set_local_events(tool, code, events.CALL)
+        monitoring.set_events(tool, self._all)
+
+    def _enable(self, tool: int, code: CodeType) -> None:
+        # Python forgets disabled places with the last event.
+        monitoring.set_local_events(tool, code, monitoring.events.PY_START)
+        monitoring.set_local_events(tool, code, 0)
+
     def _take(self) -> bool:
         tool = self._kept if self._kept not in self._tools else None
         for number in self._TOOLS if tool is None else ():
@@ -209,9 +231,10 @@ class CallMonitor(Shared):
             return False
         self._tools.append(tool)
         events = monitoring.events
-        monitoring.register_callback(tool, events.PY_START, self._on_start)
-        monitoring.register_callback(tool, events.CALL, self._on_call)
-        monitoring.set_events(tool, events.PY_START)
+        for name, callback in self._callbacks.items():
+            monitoring.register_callback(tool, getattr(events, name), callback)
+        monitoring.set_local_events(tool, self._ending, events.PY_RETURN)
+        monitoring.set_events(tool, self._all)
         return True
 
     def _undo(self) -> None:
@@ -221,13 +244,12 @@ class CallMonitor(Shared):
             monitoring.set_events(tool, 0)
         events = monitoring and monitoring.events
         for tool in set(taken).intersection(self._tools[:1]):
-            # Python forgets disabled places with the last event.
             for code in self._touched.values():
-                monitoring.set_local_events(tool, code, events.PY_START)
-                monitoring.set_local_events(tool, code, 0)
+                self._enable(tool, code)
         for tool in taken:
-            monitoring.register_callback(tool, events.PY_START, None)
-            monitoring.register_callback(tool, events.CALL, None)
+            monitoring.set_local_events(tool, self._ending, 0)
+            for name in self._callbacks:
+                monitoring.register_callback(tool, getattr(events, name), None)
             if tool != self._kept:
                 monitoring.free_tool_id(tool)
         self._tools, self._touched, self._calling = [], {}, set()

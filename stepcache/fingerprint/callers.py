@@ -23,6 +23,7 @@ from typing import Any
 import jax.monitoring
 
 from stepcache import events
+from stepcache.fingerprint import imports
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -135,8 +136,8 @@ def responsible(frame: FrameType | None) -> str | None:
     """Where the call came from: the nearest frame that is not of Python's own library.
 
     Returns:
-        `package/file:function`; None where it came from a framework or from a bystander such as
-        logging.
+        `package/file:function`; None where it came from a framework, from a bystander such as
+        logging, or from a package that is being imported.
     """
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -147,6 +148,8 @@ def responsible(frame: FrameType | None) -> str | None:
         if package in FRAMEWORKS or (package and filename.endswith(_NUMBERS_CALLS)):
             return None
         if origin != PYTHON and package != "numpy":
+            if imports.of_this_thread().passes_over(frame.f_code):
+                return None
             label = file_label(filename, frame.f_globals.get("__name__"))
             return f"{label}:{frame.f_code.co_qualname}"
         frame = frame.f_back

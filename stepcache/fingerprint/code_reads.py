@@ -35,7 +35,6 @@ from stepcache.fingerprint.provenance import (
     origin_of_file,
     package_of,
 )
-from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.jaxcompat import inspection
 
@@ -109,28 +108,6 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
         return _together[key][1]
 
 
-def with_library_modules(names: dict[str, str], walk: Trail) -> dict[str, str]:
-    """What is read of modules, with what the user's code reads of those that it passes around."""
-    found: dict[str, set[str]] = {}
-    for name in walk.library_modules:
-        module = sys.modules.get(name)
-        if (
-            module is not None
-            and origin_of_file(getattr(module, "__file__", None) or "") == INSTALLED
-        ):
-            space = vars(module)
-            named, reads_any = walk.read_of_modules(name)
-            called = (key for key, each in space.copy().items() if reads_any and callable(each))
-            _add_names(found, name, space, (*named, *called), 3)
-    for name, read in found.items():
-        read.update(names.get(name, "").split())
-    return names | _joined(found) if found else names
-
-
-def _joined(names: dict[str, set[str]]) -> dict[str, str]:
-    return {owner: " ".join(sorted(each)) for owner, each in sorted(names.items())}
-
-
 _NOTHING = Reads([], {}, frozenset(), frozenset(), ())
 
 
@@ -160,7 +137,7 @@ def _put_together(reads: list[_Read]) -> Reads:
             names.setdefault(owner, set()).update(each)
     return Reads(
         sorted({read.module for read in reads if read.module is not None}),
-        _joined(names),
+        {owner: " ".join(sorted(each)) for owner, each in sorted(names.items())},
         frozenset().union(*(read.attributes for read in reads)),
         frozenset().union(*(read.asked_for for read in reads)),
         tuple(reads),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from stepcache.events import Change
@@ -17,6 +18,11 @@ LATE = "put into "
 """Begins the names of dependencies that are there once another module has been imported."""
 NAMES_OF = "names of "
 """Begins the names of dependencies on what an installed module calls by which name."""
+
+NAMES_IN = "names in "
+"""Begins the names of dependencies on which names there are in such a module."""
+IMPORT = "import "
+"""Begins the names of dependencies on modules that a function imports."""
 
 # In the order in which differences are reported. The name of any other begins with no prefix.
 _KINDS = {
@@ -32,6 +38,7 @@ _KINDS = {
     "environment ": "environment",
     "module ": "module",
     NAMES_OF: "module",
+    NAMES_IN: "module",
 }
 KINDS = tuple(dict.fromkeys(("code", "value", *_KINDS.values())))
 """All kinds, the most telling ones first."""
@@ -127,9 +134,17 @@ def _is_shown_by_name(path: str, shown: list[str]) -> bool:
 def _of_modules_not_loaded(recorded: dict[str, str]) -> set[str]:
     """The dependencies about names in modules that this process has not imported."""
     modules = {name.removeprefix(NAMES_OF) for name in recorded if name.startswith(NAMES_OF)}
-    owners = tuple(f"{module}." for module in modules - sys.modules.keys())
-    of_names = {f"{NAMES_OF}{owner[:-1]}" for owner in owners}
-    return of_names | {name for name in recorded if owners and name.startswith(owners)}
+    modules |= {name.removeprefix(IMPORT) for name in recorded if name.startswith(IMPORT)}
+    return names_about(modules - sys.modules.keys(), recorded)
+
+
+def names_about(modules: Set[str], dependencies: Iterable[str]) -> set[str]:
+    """The dependencies among some that are about names in some modules."""
+    if not modules:
+        return set()
+    owners = tuple(f"{module}." for module in modules)
+    of_modules = {f"{kind}{each}" for each in modules for kind in (NAMES_OF, NAMES_IN, IMPORT)}
+    return {name for name in dependencies if name in of_modules or name.startswith(owners)}
 
 
 def _change(name: str, old: str | None, new: str | None) -> Change:

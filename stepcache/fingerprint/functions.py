@@ -25,6 +25,8 @@ from stepcache.fingerprint.bytecode import (
 from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import is_foreign, is_generated
 from stepcache.fingerprint.code_digests import code_digest, without_address
+from stepcache.fingerprint.dependencies import IMPORT
+from stepcache.fingerprint.library_modules import note_all_names, note_library_module
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -268,6 +270,8 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
     except ImportError:
         walk.blame(label, f"it imports {imported.module}, which cannot be resolved")
         return
+    if origin_of_module(name) == INSTALLED:
+        walk.imported.add(name)
     module = sys.modules.get(name)
     named = ((each,) for each in imported.names if each != "*")
     chains = (*named, *imported.attributes)
@@ -279,13 +283,15 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         for chain in chains:
             walk.check_pure(label, ".".join((name, *chain)))
         return
+    if origin_of_module(name) != USER:
+        note_library_module(walk, module)
     if imported.whole or "*" in imported.names:
-        walk.value(f"import {name}", module)
+        walk.value(f"{IMPORT}{name}", module)
     for chain in chains:
         if not hasattr(module, chain[0]) and file_of_module(f"{name}.{chain[0]}"):
             _follow_source(walk, label, f"{name}.{chain[0]}")
         else:
-            follow_chain(walk, f"import {name}", module, Read("global", name, chain))
+            follow_chain(walk, f"{IMPORT}{name}", module, Read("global", name, chain))
 
 
 _READS_OUTSIDE = frozenset("open environ environb getenv read_text read_bytes load stdin".split())
@@ -300,7 +306,7 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
         return
     path = file_of_module(name)
     if path is None:
-        walk.note(f"import {name}", "not found")
+        walk.note(f"{IMPORT}{name}", "not found")
         return
     try:
         tree = ast.parse(Path(path).read_bytes(), path)
@@ -345,7 +351,7 @@ def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
         walk.reads_any_attribute()
     if origin_of_module(value.__name__) != USER:
         walk.distribution(value.__name__)
-        walk.library_modules.setdefault(value.__name__, False)
+        note_library_module(walk, value)
         return
     if type(value) is not types.ModuleType:
         walk.follow_class(type(value))
@@ -374,7 +380,7 @@ def _module_asked(function: types.FunctionType, asked: Read) -> types.ModuleType
 def _note_all_names(walk: Trail, module: types.ModuleType | None) -> None:
     """Notes whatever a name in a module may mean: one of the user's, or of a well known package."""
     if module is not None and module.__name__.partition(".")[0] in values.TRUSTED:
-        walk.library_modules[module.__name__] = True
+        note_all_names(walk, module)
     elif module is not None and origin_of_module(module.__name__) == USER:
         label = walk.namespace(vars(module), None, module.__name__)
         for name, each in vars(module).copy().items():

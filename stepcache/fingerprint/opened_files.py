@@ -13,6 +13,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from stepcache import _process_hooks
+from stepcache.fingerprint import imports
 from stepcache.fingerprint.active_recordings import any_active, current
 from stepcache.fingerprint.callers import is_of_imports, passes_by, responsible
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file, state_of_file
@@ -90,6 +91,8 @@ def _opened(path: Any, mode: Any = None) -> None:
         if passes_by(frame):
             return
         frame = frame.f_back
+    if frame is not None and imports.of_this_thread().passes_over(frame.f_code):
+        return
     text = os.fsdecode(path)
     if ".." not in text:  # Where one follows a link, it does not lead back.
         text = os.path.normpath(text)

@@ -85,7 +85,8 @@ def origin_of_module(name: str | None) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _origin_if_imported(name: str) -> str:
-    path = file_of_module(name)
+    path, places = _found(name)
+    path = path or (f"{places[0]}{os.sep}" if places else None)  # A namespace package has no file.
     return origin_of_file(path) if path else USER
 
 
@@ -168,6 +169,11 @@ def file_of_module(name: str) -> str | None:
 
     Imports nothing, not even the packages that the module is in.
     """
+    return _found(name)[0]
+
+
+def _found(name: str) -> tuple[str | None, list[str]]:
+    """The file of a module, and where modules inside it would be."""
     path: str | None = None
     places: list[str] = []
     parts = name.split(".")
@@ -184,9 +190,9 @@ def file_of_module(name: str) -> str | None:
             except Exception:  # A third-party finder.
                 spec = None
             if spec is None:
-                return None
+                return None, []
             path, places = spec.origin, list(spec.submodule_search_locations or ())
-    return path
+    return path, places
 
 
 def _find_in(places: list[str], name: str) -> tuple[str | None, list[str]]:

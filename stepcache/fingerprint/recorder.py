@@ -18,7 +18,7 @@ from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
-from stepcache.fingerprint import jax_alone, opened_files
+from stepcache.fingerprint import imports, jax_alone, opened_files
 from stepcache.fingerprint.asked_by_name import (
     READERS_OF_ENVIRONMENT,
     keeps_settings,
@@ -36,7 +36,7 @@ from stepcache.fingerprint.callers import (
     why_call_is_impure,
 )
 from stepcache.fingerprint.classes import is_plain
-from stepcache.fingerprint.nesting import Nesting
+from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     OF_JAX,
@@ -59,28 +59,9 @@ READERS_OF_FIELDS = {
 
 
 @dataclass(slots=True, eq=False)
-class Recording:
-    """What a trace used."""
+class Recording(Findings):
+    """Finds what a trace uses, between `begin` and `end`."""
 
-    # The code objects entered, by their identities, for hashing code looks at all of it.
-    entered: dict[int, CodeType] = field(default_factory=dict)
-    # JAX's own that any trace has entered so far, which counts as entered. Recordings share one
-    # dictionary until there is more, so that what was found out about it is found again by its
-    # identity. Not to be changed.
-    of_jax: dict[int, CodeType] = field(default_factory=dict)
-    # Of code that equinox has generated for a class, by its identity: that class.
-    generated: dict[int, type] = field(default_factory=dict)
-    # Paths of the files opened for reading, relative ones as they were given, with the state of
-    # each as `state_of_file` gives it.
-    files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
-    # Names of environment variables asked for, `WHICH_VARIABLES` among them.
-    variables: set[str] = field(default_factory=set)
-    # What stands for the settings asked for, among the names that code reads.
-    settings: set[str] = field(default_factory=set)
-    # What it called that makes it valid for this run only.
-    impure: dict[str, None] = field(default_factory=dict)
-    unavailable: str | None = None  # Why it has not been watched, or not to its end.
-    nesting: Nesting | None = None  # Where it has to be known.
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
 
@@ -105,6 +86,7 @@ class Recording:
                 self.unavailable = _NO_END_OF_COLLECTION
             self.of_jax = _of_jax_so_far()
             self._watch = None
+            imports.of_this_thread().end(None)
         active.collections.stop(self)
 
     def __enter__(self) -> Recording:
@@ -113,24 +95,6 @@ class Recording:
 
     def __exit__(self, *exception) -> None:
         self.end()
-
-    @property
-    def codes(self) -> set[CodeType]:
-        """The code objects entered; those of other definitions of the same text are equal."""
-        return {*self.entered.values(), *self.of_jax.values()}
-
-    def with_all_of(self, other: Recording) -> Recording:
-        """What this trace and another one used, in a new recording."""
-        return Recording(
-            self.entered | other.entered,
-            max(self.of_jax, other.of_jax, key=len),  # It only grows.
-            self.generated | other.generated,
-            self.files | other.files,
-            self.variables | other.variables,
-            self.settings | other.settings,
-            self.impure | other.impure,
-            other.unavailable or self.unavailable,
-        )
 
 
 _counted: dict[int, CodeType] = {}
@@ -303,6 +267,7 @@ _ANOTHER_PROFILER = "another profiler was set while it was traced, and may have 
 def _profiler() -> Callable[[FrameType, Any, Any], None]:
     # By their identities, for hashing code looks at all of it; and kept, so that those stay theirs.
     seen = _seen_for_good.copy()
+    importing = imports.of_this_thread()
 
     def see(value: Any, lasts: bool) -> None:
         seen[id(value)] = value
@@ -310,9 +275,13 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             _seen_for_good[id(value)] = value
 
     def entered(code: CodeType, frame: FrameType) -> None:
-        if not active.current():
+        if code is imports.FIND_AND_LOAD:
+            importing.begin(frame)
+        elif not active.current():
             return
-        if id(code) in _counted:
+        elif importing.passes_over(code):
+            seen[id(code)] = importing.passed[id(code)] = code
+        elif id(code) in _counted:
             _note(code)
             see(code, _is_done_with(code))
         elif _enter(code, frame) and not _has_to_be_seen_again(code):
@@ -329,7 +298,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
                 for recording in active.state.stack:
                     recording.unavailable = _ANOTHER_PROFILER
             return
-        if is_of_imports(frame.f_code):
+        if is_of_imports(frame.f_code) or importing.passes_over(frame.f_code):
             return
         opened_files.watch_before_call(function, owner)
         suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
@@ -345,6 +314,7 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         argument: Any,
         # Called millions of times: no name is looked up.
         seen: Any = seen,
+        importing: Any = importing,
         identity: Any = id,
         kind_of: Any = type,
     ) -> None:
@@ -355,6 +325,9 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             if identity(argument) in seen or identity(kind_of(argument.__self__)) in seen:
                 return
             called(argument, frame)
+        elif importing.frame is frame and event == "return":
+            for each in importing.end(frame):
+                seen.pop(each, None)
 
     return profile
 
@@ -367,8 +340,15 @@ _SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
+    importing = imports.of_this_thread()
+    if code is imports.FIND_AND_LOAD:
+        importing.begin(sys._getframe(1))
+        return None
     if not active.current():
         return None
+    if importing.passes_over(code):
+        importing.passed[id(code)] = code
+        return _monitor.disable(code)
     if id(code) in _counted:
         _note(code)
     elif not _enter(code, sys._getframe(1)):
@@ -381,7 +361,7 @@ def _py_start(code: CodeType, offset: int) -> Any:
 
 
 def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
-    if not active.any_active():
+    if not active.any_active() or imports.of_this_thread().passes_over(code):
         return
     if isinstance(function, MethodDescriptorType):
         opened_files.watch_before_call(function, first)
@@ -395,4 +375,11 @@ def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
         _call(function, sys._getframe(1))
 
 
-_monitor = _process_hooks.CallMonitor(_py_start, _on_call)
+def _on_end(code: CodeType, offset: int, outcome: Any) -> None:
+    if code is imports.FIND_AND_LOAD:
+        passed = imports.of_this_thread().end(sys._getframe(1))
+        if passed:
+            _monitor.see_again(passed.values())
+
+
+_monitor = _process_hooks.CallMonitor(_py_start, _on_call, imports.FIND_AND_LOAD, _on_end)

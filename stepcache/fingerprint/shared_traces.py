@@ -22,9 +22,9 @@ from typing import NamedTuple
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.nesting import Nesting
 from stepcache.fingerprint.provenance import OF_JAX, PYTHON, origin_of_file, package_of
-from stepcache.fingerprint.recorder import Recording
 
 
 class SharedTraces(NamedTuple):
@@ -87,7 +87,7 @@ def is_outdated(token: SharedTraces, looked: bool) -> bool:
     return token.replacements != installed_packages.replacements()
 
 
-def end(token: SharedTraces, recording: Recording | None, own: Set[CodeType]) -> bool:
+def end(token: SharedTraces, recording: Findings | None, own: Set[CodeType]) -> bool:
     """Ends the recording that `begin` gave a token of, if that has not been done.
 
     Args:
@@ -109,7 +109,7 @@ def end(token: SharedTraces, recording: Recording | None, own: Set[CodeType]) ->
         return stays
 
 
-def _is_of_jax(recording: Recording, own: Set[CodeType]) -> bool:
+def _is_of_jax(recording: Findings, own: Set[CodeType]) -> bool:
     """Whether a step used nothing but its own code, Python's and JAX's, and no trace nested it."""
     nesting = recording.nesting or Nesting(own)
     if nesting.found:

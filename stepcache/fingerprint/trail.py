@@ -92,6 +92,7 @@ class Trail(ABC):
         # for names that it computes.
         self.library_modules: dict[str, bool] = {}
         self.reader = ""  # The user's function that is being followed, if one is.
+        self.imported: set[str] = set()  # Modules of packages that functions import.
         self._root = root
         self._names: set[str] = set(_ALWAYS_READ)
         # Keys by which code subscripts what it finds under a name; see `Names.keys`.

@@ -17,8 +17,8 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured, Change
 from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.dependencies import NAMES_OF, differences, digest_dependencies
+from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.installed_packages import kept_for_this_thread
-from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
@@ -243,7 +243,7 @@ class Levels:
         request: Request,
         lookup: Lookup,
         result: LookupResult,
-        recording: Recording,
+        recording: Findings,
         staged: jaxcompat.Staged,
     ) -> Traced:
         """What a recorded trace depended on."""
@@ -257,7 +257,7 @@ class Levels:
         request: Request,
         lookup: Lookup,
         result: LookupResult,
-        recording: Recording,
+        recording: Findings,
         staged: jaxcompat.Staged,
     ) -> Traced:
         with self._lock:
@@ -311,10 +311,10 @@ class Levels:
     def _record_anew(self) -> None:
         """Drops what traces used, and has JAX trace the functions inside the step again."""
         with self._lock:
-            self._recording, self._token = Recording(), jaxcompat.ContextToken()
+            self._recording, self._token = Findings(), jaxcompat.ContextToken()
 
 
-def _not_examined(recording: Recording, staged: jaxcompat.Staged) -> Traced:
+def _not_examined(recording: Findings, staged: jaxcompat.Staged) -> Traced:
     return Traced({}, Used(), {}, None)
 
 

@@ -28,9 +28,11 @@ from stepcache.events import Change
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
-from stepcache.fingerprint.code_reads import reads_of, with_library_modules
-from stepcache.fingerprint.dependencies import digest_dependencies
+from stepcache.fingerprint.code_reads import reads_of
+from stepcache.fingerprint.dependencies import digest_dependencies, names_about
 from stepcache.fingerprint.dynamic_reads import READS_ANY
+from stepcache.fingerprint.findings import Findings
+from stepcache.fingerprint.library_modules import with_library_modules
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -41,7 +43,7 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     state_of_file,
 )
-from stepcache.fingerprint.recorder import READERS_OF_FIELDS, Recording
+from stepcache.fingerprint.recorder import READERS_OF_FIELDS
 from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.trail import entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
@@ -87,10 +89,14 @@ class Lookup:
         self._call_facts = self._call_dependencies(tokens)
         self._base_walk: Walk | None = self._walked()
         self.base = self._base_walk.fingerprint()
+        self._imported = frozenset(self._base_walk.imported)
         self.address = self._address(label)
 
     def _address(self, label: str) -> Address:
-        dependencies = {"label": label, **self.base.dependencies}
+        # A package may be imported by the trace, or before it: that is not known of one not made.
+        late = names_about(self._imported, self.base.dependencies)
+        known = {name: token for name, token in self.base.dependencies.items() if name not in late}
+        dependencies = {"label": label, **known}
         if self._spec.parameters.carry:  # What is donated follows from the carry and the function.
             names = ("donate_argnums", "donate_argnames")
             dependencies["donated"] = str([self._spec.options.get(name) for name in names])
@@ -192,7 +198,7 @@ class Lookup:
         """The code of the user's that is known to be reached."""
         return self._walk().codes
 
-    def used_by(self, recording: Recording) -> Used:
+    def used_by(self, recording: Findings) -> Used:
         """What a trace used."""
         reads = reads_of(recording.entered.values(), recording.of_jax)
         waiting = self._walk().waiting(set(recording.entered.values()), recording.of_jax)
@@ -208,7 +214,7 @@ class Lookup:
             sorted(recording.variables),
         )
 
-    def untrackable_in(self, recording: Recording) -> tuple[str, ...]:
+    def untrackable_in(self, recording: Findings) -> tuple[str, ...]:
         """What a trace used that cannot be fingerprinted. Call it after `extend`."""
         untrackable = [*self._walk().untrackable, *recording.impure]
         if recording.unavailable:
@@ -255,7 +261,7 @@ class Lookup:
         return content
 
 
-def _explained_by_classes(codes: set[CodeType], recording: Recording, walk: Walk) -> set[CodeType]:
+def _explained_by_classes(codes: set[CodeType], recording: Findings, walk: Walk) -> set[CodeType]:
     """The code that a library has generated, for itself or from a class that is followed.
 
     As equinox does. JAX has a `flatten_with_keys` where Python cannot look for it, so functions of

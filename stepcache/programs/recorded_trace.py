@@ -14,6 +14,7 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.fingerprint import shared_traces
+from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.lowering_rules import code_of_lowering
 from stepcache.fingerprint.nesting import Nesting
 from stepcache.fingerprint.recorder import Recording, count_in
@@ -39,7 +40,7 @@ class RecordedTrace:
         self,
         find: storing.Find,
         sharing: Sharing | None,
-        examine: Callable[[Recording, jaxcompat.Staged], Traced],
+        examine: Callable[[Findings, jaxcompat.Staged], Traced],
         records: bool,
     ):
         self._find, self._sharing, self._examine = find, sharing, examine

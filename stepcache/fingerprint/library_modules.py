@@ -1,0 +1,77 @@
+"""What the user's code reads of modules of packages, or of Python, that it has as values.
+
+`jax.nn.gelu` is a chain that a walk follows. Of `nn = jax.nn`, or of a module that is an argument,
+code may read any name that it contains; of a module that it asks for computed names, all.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from stepcache.fingerprint.dependencies import NAMES_IN
+from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_module
+from stepcache.fingerprint.tokens import ATOMS, digest
+from stepcache.fingerprint.trail import Trail
+
+_DEEPEST = 3  # Modules in modules.
+# Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a program is
+# lowered, and stepcache's own are not to be replaced.
+_LEFT_OUT = ("jaxlib", "stepcache")
+
+
+def note_library_module(walk: Trail, module: types.ModuleType) -> None:
+    """Notes that code has a module as a value."""
+    walk.library_modules.setdefault(module.__name__, False)
+    walk.when_dynamic(f"{NAMES_IN}{module.__name__}", _own_names(module))
+
+
+def note_all_names(walk: Trail, module: types.ModuleType) -> None:
+    """Notes that code asks a module for names that it computes."""
+    walk.library_modules[module.__name__] = True
+    walk.note(f"{NAMES_IN}{module.__name__}", digest(_own_names(module)))
+
+
+def _own_names(module: types.ModuleType) -> tuple[str, ...]:
+    """The public names in a module, but for those of modules, which may be imported later."""
+    space = vars(module).copy()
+    public = (name for name, each in space.items() if name[0] != "_" and _is_told(each))
+    return tuple(sorted(public))
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a name is told by its value, or by what its value is called.
+
+    Other objects, such as `os.environ`, may hold what differs in each process.
+    """
+    return type(value) in ATOMS or callable(value)
+
+
+def with_library_modules(names: dict[str, str], walk: Trail) -> dict[str, str]:
+    """Names that are read, by module, with what the user's code may read of modules."""
+    found: dict[str, set[str]] = {}
+    for name in walk.library_modules:
+        module = sys.modules.get(name)
+        if module is not None:
+            named, reads_any = walk.read_of_modules(name)
+            _add(found, module, named | {*_own_names(module)} if reads_any else named, _DEEPEST)
+    for name, read in found.items():
+        read.update(names.get(name, "").split())
+    return names | {name: " ".join(sorted(read)) for name, read in sorted(found.items())}
+
+
+def _add(found: dict[str, set[str]], module: types.ModuleType, named: set[str], depth: int) -> None:
+    origin, space = origin_of_module(module.__name__), vars(module)
+    if origin not in (INSTALLED, PYTHON) or module.__name__.partition(".")[0] in _LEFT_OUT:
+        return
+    for name in named & space.keys():
+        value = space[name]
+        if type(value) is types.ModuleType and depth and sys.modules.get(value.__name__) is value:
+            _add(found, value, named, depth - 1)
+        if not name.startswith("__") and (origin == INSTALLED or type(value) in _OF_PYTHON):
+            found.setdefault(module.__name__, set()).add(name)
+
+
+# What is looked at in modules of Python's. Other objects hold what differs in each process.
+_OF_PYTHON = (*ATOMS, types.FunctionType, types.BuiltinFunctionType)
