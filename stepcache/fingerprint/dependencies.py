@@ -21,6 +21,8 @@ NAMES_OF = "names of "
 
 NAMES_IN = "names in "
 """Begins the names of dependencies on which names there are in such a module."""
+IMPORTED = "imported "
+"""Begins the names of marks of the modules of packages that functions import."""
 IMPORT = "import "
 """Begins the names of dependencies on modules that a function imports."""
 
@@ -134,7 +136,7 @@ def _is_shown_by_name(path: str, shown: list[str]) -> bool:
 def _of_modules_not_loaded(recorded: dict[str, str]) -> set[str]:
     """The dependencies about names in modules that this process has not imported."""
     modules = {name.removeprefix(NAMES_OF) for name in recorded if name.startswith(NAMES_OF)}
-    modules |= {name.removeprefix(IMPORT) for name in recorded if name.startswith(IMPORT)}
+    modules |= {name.removeprefix(IMPORTED) for name in recorded if name.startswith(IMPORTED)}
     return names_about(modules - sys.modules.keys(), recorded)
 
 

@@ -25,7 +25,7 @@ from stepcache.fingerprint.bytecode import (
 from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import is_foreign, is_generated
 from stepcache.fingerprint.code_digests import code_digest, without_address
-from stepcache.fingerprint.dependencies import IMPORT
+from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.library_modules import note_all_names, note_library_module
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -272,6 +272,7 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         return
     if origin_of_module(name) == INSTALLED:
         walk.imported.add(name)
+        walk.note(f"{IMPORTED}{name}", "")
     module = sys.modules.get(name)
     named = ((each,) for each in imported.names if each != "*")
     chains = (*named, *imported.attributes)

@@ -273,6 +273,8 @@ class Levels:
         now = lookup.values_now(used)
         self._remember(dependencies | now)
         left = changed_by(dependencies, now)
+        # Another process may have imported before the trace what this one imported in it.
+        dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
         try:
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)

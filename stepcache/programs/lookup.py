@@ -93,14 +93,17 @@ class Lookup:
         self.address = self._address(label)
 
     def _address(self, label: str) -> Address:
-        # A package may be imported by the trace, or before it: that is not known of one not made.
-        late = names_about(self._imported, self.base.dependencies)
+        late = self.late_among(self.base.dependencies)
         known = {name: token for name, token in self.base.dependencies.items() if name not in late}
         dependencies = {"label": label, **known}
         if self._spec.parameters.carry:  # What is donated follows from the carry and the function.
             names = ("donate_argnums", "donate_argnames")
             dependencies["donated"] = str([self._spec.options.get(name) for name in names])
         return Address(label, digest_dependencies(dependencies), self._devices)
+
+    def late_among(self, dependencies: Iterable[str]) -> set[str]:
+        """Those about packages that functions import: they are there once that has been done."""
+        return names_about(self._imported, dependencies)
 
     def after(self, left: Left) -> Lookup:
         """This lookup as if traces had left what they leave, which were not made here."""

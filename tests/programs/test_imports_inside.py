@@ -69,12 +69,27 @@ def test_a_package_that_a_trace_imports(imported, call, install, tmp_path, monke
 
 @pytest.mark.parametrize(("imported", "call"), FORMS)
 @pytest.mark.parametrize("before", [False, True])
+def test_whether_it_was_imported_before_does_not_matter(before, imported, call, install, tmp_path):
+    install("late_pkg", PACKAGE)
+    source = PROGRAM.replace("IMPORT", imported).replace("CALL", call)
+    for number in range(3):
+        # A statement in the module would have Python compile the step's own import otherwise.
+        earlier = "__import__('late_pkg.part.module')\n" * before
+        made = start(earlier + source, "late_pkg", tmp_path)
+        assert levels(made)[0] == (2 if number == 0 else 0), made.step.last_miss
+        before = not before
+
+
+@pytest.mark.parametrize(("imported", "call"), FORMS)
+@pytest.mark.parametrize("before", [False, True])
 def test_what_is_replaced_in_it_before_the_trace_is_seen(before, imported, call, install, tmp_path):
     install("late_pkg", PACKAGE)
     source = PROGRAM.replace("IMPORT", imported).replace("CALL", call)
-    start("import late_pkg\n" * before + source, "late_pkg", tmp_path)
-    edit = "import late_pkg.part.module; triple = lambda x: x * 3; late_pkg.double = triple; "
-    edit += "late_pkg.inner.double = late_pkg.part.module.double = triple\n"
+    start("__import__('late_pkg')\n" * before + source, "late_pkg", tmp_path)
+    edit = (
+        "lib = __import__('late_pkg.part.module'); triple = lambda x: x * 3; lib.double = triple; "
+    )
+    edit += "lib.inner.double = lib.part.module.double = triple\n"
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
         start(edit + source, "late_pkg", tmp_path)
 
