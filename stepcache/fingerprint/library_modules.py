@@ -36,7 +36,7 @@ def note_all_names(walk: Trail, module: types.ModuleType) -> None:
 def _own_names(module: types.ModuleType) -> tuple[str, ...]:
     """The public names in a module, but for those of modules, which may be imported later."""
     space = vars(module).copy()
-    public = (name for name, each in space.items() if name[0] != "_" and _is_told(each))
+    public = (name for name, each in space.items() if not name.startswith("_") and _is_told(each))
     return tuple(sorted(public))
 
 
