@@ -15,7 +15,6 @@ from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_module
 from stepcache.fingerprint.tokens import ATOMS, digest
 from stepcache.fingerprint.trail import Trail
 
-_DEEPEST = 3  # Modules in modules.
 # Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a program is
 # lowered, and stepcache's own are not to be replaced.
 _LEFT_OUT = ("jaxlib", "stepcache")
@@ -55,22 +54,27 @@ def with_library_modules(names: dict[str, str], walk: Trail) -> dict[str, str]:
         module = sys.modules.get(name)
         if module is not None:
             named, reads_any = walk.read_of_modules(name)
-            _add(found, module, named | {*_own_names(module)} if reads_any else named, _DEEPEST)
+            _add(found, module, named | {*_own_names(module)} if reads_any else named)
     for name, read in found.items():
         read.update(names.get(name, "").split())
-    return names | {name: " ".join(sorted(read)) for name, read in sorted(found.items())}
+    return names | {name: " ".join(sorted(read)) for name, read in sorted(found.items()) if read}
 
 
-def _add(found: dict[str, set[str]], module: types.ModuleType, named: set[str], depth: int) -> None:
-    origin, space = origin_of_module(module.__name__), vars(module)
-    if origin not in (INSTALLED, PYTHON) or module.__name__.partition(".")[0] in _LEFT_OUT:
+def _add(found: dict[str, set[str]], module: types.ModuleType, named: set[str]) -> None:
+    """Adds what may be read of a module, and of modules of the same package that it leads to."""
+    name, space = module.__name__, vars(module)
+    package, origin = name.partition(".")[0], origin_of_module(name)
+    if origin not in (INSTALLED, PYTHON) or package in _LEFT_OUT:
         return
-    for name in named & space.keys():
-        value = space[name]
-        if type(value) is types.ModuleType and depth and sys.modules.get(value.__name__) is value:
-            _add(found, value, named, depth - 1)
-        if not name.startswith("__") and (origin == INSTALLED or type(value) in _OF_PYTHON):
-            found.setdefault(module.__name__, set()).add(name)
+    read = found.setdefault(name, set())
+    for each in named & space.keys() - read:
+        value = space[each]
+        if not each.startswith("__") and (origin == INSTALLED or type(value) in _OF_PYTHON):
+            read.add(each)
+        if type(value) is types.ModuleType and value.__name__ not in found:
+            is_within = value.__name__.partition(".")[0] == package
+            if is_within or origin == PYTHON == origin_of_module(value.__name__):
+                _add(found, value, named)
 
 
 # What is looked at in modules of Python's. Other objects hold what differs in each process.

@@ -812,6 +812,43 @@ PASSED_AROUND += [
     )
 ]
 
+PASSED_AROUND += [
+    Kind(
+        f"name_in_a_module_{name}",
+        f"""
+        import math, statistics
+        NAME = "{attribute}"
+        before = vars({module}).get(NAME)
+        def restore():
+            if before is None: vars({module}).pop(NAME, None)
+            else: {module}.{attribute} = before
+        if «0¦1»: {module}.{attribute} = {value}
+        {code}
+        """,
+        module.replace("jnp", "jax.numpy"),
+    )
+    for name, module, attribute, value, code in (
+        ("of_python", "math", "sqrt", "math.floor", "def step(x): m = math; return x * m.sqrt(8)"),
+        ("that_is_a_number", "math", "pi", "3", "def step(x): m = math; return x * m.pi"),
+        (
+            "written_in_python",
+            "statistics",
+            "mean",
+            "statistics.median",
+            "def step(x): m = statistics; return x * m.mean([1, 2, 9])",
+        ),
+        ("of_jax_that_is_a_number", "jnp", "pi", "3", "step = lambda x: x * getattr(jnp, NAME)"),
+        ("that_is_new", "jax.nn", "added", "3", "step = lambda x: x * getattr(jax.nn, NAME, 2)"),
+        (
+            "that_is_a_new_function",
+            "jax.nn",
+            "added",
+            "lambda: 3",
+            "step = lambda x: x * getattr(jax.nn, NAME, lambda: 2)()",
+        ),
+    )
+]
+
 _MESH = """
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 devices = jax.devices()
