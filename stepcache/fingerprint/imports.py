@@ -22,7 +22,7 @@ class Importing:
     """The import of a package that a thread is in, if it is in one.
 
     Attributes:
-        frame: that of the outermost.
+        frame: that of the outermost one within the innermost recording.
         passed: what was passed over meanwhile, by identity, and has to be looked at after it.
     """
 
@@ -41,9 +41,9 @@ class Importing:
         """Whether code that is entered, or that calls something, does so for the import."""
         return self.frame is not None and origin_of_file(code.co_filename) != USER
 
-    def end(self, frame: FrameType | None) -> dict[int, Any]:
-        """`FIND_AND_LOAD` is left, or the recording ends; returns what was passed over."""
-        if frame is not None and frame is not self.frame:
+    def end(self, frame: FrameType) -> dict[int, Any]:
+        """`FIND_AND_LOAD` is left; returns what was passed over if that was the outermost."""
+        if frame is not self.frame:
             return {}
         passed, self.frame, self.passed = self.passed, None, {}
         return passed

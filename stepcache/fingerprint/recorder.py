@@ -64,11 +64,14 @@ class Recording(Findings):
 
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
+    _within: FrameType | None = field(default=None, init=False, repr=False)  # An import around it.
 
     def begin(self) -> None:
         """Begins to watch this thread; `end` ends that, also where this is interrupted."""
         if not active.any_active():
             active.collections.thread.collecting = False
+        importing = imports.of_this_thread()
+        self._within, importing.frame = importing.frame if active.any_active() else None, None
         active.collections.start(self)
         active.state.__dict__.setdefault("stack", []).append(self)
         self._watch = watch = _Watch()
@@ -86,7 +89,7 @@ class Recording(Findings):
                 self.unavailable = _NO_END_OF_COLLECTION
             self.of_jax = _of_jax_so_far()
             self._watch = None
-            imports.of_this_thread().end(None)
+            imports.of_this_thread().frame = self._within
         active.collections.stop(self)
 
     def __enter__(self) -> Recording:

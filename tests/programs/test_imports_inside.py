@@ -2,10 +2,13 @@
 
 import sys
 
+import jax
+import optax
 import pytest
 
 from stepcache import jaxcompat
-from stepcache.fingerprint import module_contents
+from stepcache.fingerprint import imports, module_contents
+from stepcache.fingerprint.recorder import Recording
 from tests.programs.starts import BUILT, levels, start, unload
 
 pytestmark = pytest.mark.skipif(
@@ -155,6 +158,8 @@ READS = {"__init__.py": "def read(given): return vars(given)['fac' 'tor']"}
         "import reading_pkg\nreading_pkg.read(reading_pkg)\nraise ImportError",
         "import reading_pkg, late_pkg.absent",
         "raise KeyError",
+        "import stepcache, reading_pkg\nreading_pkg.read(reading_pkg)\n"
+        "stepcache.step(lambda x: x + 1)(1.0)",
     ],
 )
 def test_what_code_reads_after_an_import_that_has_called_it_counts(body, install, tmp_path):
@@ -183,3 +188,25 @@ def test_what_code_reads_after_an_import_that_has_called_it_counts(body, install
     unload("late_pkg")
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
         start(source.replace("2, ", "3, "), "reading_pkg", tmp_path)
+
+
+def test_a_trace_that_an_import_makes_is_recorded():
+    """The import is around it: as where a script is the module of a package."""
+    importing = imports.of_this_thread()
+    importing.frame = sys._getframe()
+    with Recording() as recording:
+        jax.make_jaxpr(lambda x: optax.l2_loss(x))(1.0)
+    names = {code.co_name for code in recording.entered.values()}
+    assert importing.frame is None and "l2_loss" in names
+
+
+def test_a_trace_within_an_import_within_a_trace_is_recorded():
+    importing = imports.of_this_thread()
+    with Recording() as outer:
+        importing.frame = frame = sys._getframe()
+        with Recording() as inner:
+            jax.make_jaxpr(lambda x: optax.huber_loss(x))(1.0)
+        assert importing.frame is frame
+        importing.end(frame)
+    assert "huber_loss" in {code.co_name for code in inner.entered.values()}
+    assert outer.unavailable is None
