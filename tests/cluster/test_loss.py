@@ -476,7 +476,8 @@ except sc.RankLostError as error:
 
 def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
     for rank in succeeded(together("hang, warn")):
-        (report,) = [text for text in rank.said("log") if "no progress" in text]
+        reports = [text for text in rank.said("log") if "no progress" in text]
+        (report,) = [text for text in reports if "batches" in text]  # A busy machine hangs, too.
         assert "finished" in rank.output
         assert "ranks 0–1: call 6 of train, pod.py:" in report
         assert "train(state, batch) in <module>" in report
