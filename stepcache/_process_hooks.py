@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from stepcache._changes import Shared, Undoing, shared
@@ -145,6 +145,23 @@ class ThreadProfile:
             return False
         set_profile(self._before)
         return True
+
+
+def at_return(frame: FrameType, function: Callable[[], None]) -> None:
+    """Has a function called when a frame is left, by a profile that `ThreadProfile` has set.
+
+    It is to be called by that profile, which need not look at each return for it.
+    """
+    before: Any = sys.getprofile()
+
+    def until_return(at: Any, event: Any, argument: Any) -> None:
+        before(at, event, argument)
+        if at is frame and event == "return":
+            set_profile(before)
+            function()
+
+    until_return._stepcache_users = getattr(before, "_stepcache_users", None)
+    set_profile(until_return)
 
 
 monitoring: Any = getattr(sys, "monitoring", None)  # Of Python 3.12.

@@ -32,10 +32,12 @@ class Importing:
         self.frame: FrameType | None = None
         self.passed: dict[int, Any] = {}
 
-    def begin(self, frame: FrameType) -> None:
-        """`FIND_AND_LOAD` is entered."""
-        if self.frame is None and origin_of_module(frame.f_locals["name"]) == INSTALLED:
+    def begin(self, frame: FrameType) -> bool:
+        """`FIND_AND_LOAD` is entered; returns whether an import of a package begins with that."""
+        begins = self.frame is None and origin_of_module(frame.f_locals["name"]) == INSTALLED
+        if begins:
             self.frame = frame
+        return begins
 
     def passes_over(self, code: CodeType) -> bool:
         """Whether code that is entered, or that calls something, does so for the import."""

@@ -277,9 +277,14 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         if lasts:
             _seen_for_good[id(value)] = value
 
+    def see_again(passed: dict[int, Any]) -> None:
+        for each in passed:
+            seen.pop(each, None)
+
     def entered(code: CodeType, frame: FrameType) -> None:
         if code is imports.FIND_AND_LOAD:
-            importing.begin(frame)
+            if importing.begin(frame):
+                _process_hooks.at_return(frame, lambda: see_again(importing.end(frame)))
         elif not active.current():
             return
         elif importing.passes_over(code):
@@ -317,7 +322,6 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
         argument: Any,
         # Called millions of times: no name is looked up.
         seen: Any = seen,
-        importing: Any = importing,
         identity: Any = id,
         kind_of: Any = type,
     ) -> None:
@@ -328,9 +332,6 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             if identity(argument) in seen or identity(kind_of(argument.__self__)) in seen:
                 return
             called(argument, frame)
-        elif importing.frame is frame and event == "return":
-            for each in importing.end(frame):
-                seen.pop(each, None)
 
     return profile
 
