@@ -272,7 +272,7 @@ def _follow_module(walk: Trail, label: str, package: str, imported: Import) -> N
         return
     if origin_of_module(name) == INSTALLED:
         walk.imported.add(name)
-        walk.note(f"{IMPORTED}{name}", "")
+        walk.note(f"{IMPORTED}{name}", "in a function")
     module = sys.modules.get(name)
     named = ((each,) for each in imported.names if each != "*")
     chains = (*named, *imported.attributes)
