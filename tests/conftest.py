@@ -125,6 +125,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """And what the tests of a file have left: mostly what JAX keeps."""
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
+
+
 def pytest_generate_tests(metafunc):
     """`seeds(count, few=1)` gives a test its `seed`: all but a few of them are slow."""
     marker = metafunc.definition.get_closest_marker("seeds")

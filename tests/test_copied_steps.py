@@ -73,6 +73,7 @@ COPIES = {
 }
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_has_every_option(kind):

@@ -161,6 +161,7 @@ def test_a_change_is_seen(change):
     assert arrays is None or jax.tree.structure(module) == before
 
 
+@pytest.mark.sample(every=4)
 @BOTH
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_step_sees_a_change(jit, change):

@@ -71,6 +71,7 @@ def program(read, edit="# Edited."):
     return PROGRAM.replace("READ", read).replace("# Edited.", edit)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "read",
     [
@@ -106,6 +107,7 @@ def test_what_was_not_asked_for_does_not_count(read, tmp_path):
         start(program(read, FACTORS), "no_package", tmp_path)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "read",
     [
@@ -171,6 +173,7 @@ def test_all_count_where_another_package_knows_where_they_are_kept(install, tmp_
         start(source.replace("'factor': 2", "'factor': 3"), "settings_pkg", tmp_path)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     "read",
     [

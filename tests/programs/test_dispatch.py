@@ -117,7 +117,8 @@ def test_an_evicted_program_is_let_go():
         held = live_executables()
         for size in range(2, 8):
             f(np.ones(size))
-        assert live_executables() == held, "somebody still holds evicted executables"
+        # Fewer, where one of an earlier test was let go meanwhile.
+        assert live_executables() <= held, "somebody still holds evicted executables"
 
 
 def live_executables() -> int:

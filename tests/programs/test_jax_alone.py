@@ -124,6 +124,7 @@ def recorded(function, *arguments):
 X = np.ones(3, np.float32)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("function", "seen"),
     [

@@ -65,6 +65,7 @@ def test_an_edit_of_a_function_of_jax_that_an_earlier_trace_has_entered(edit, in
     assert levels(third)[0] == 1
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("read", "given", "edit"),
     [

@@ -302,6 +302,7 @@ KEEPS_OBJECTS = """
 """
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("set_to", "read"),
     [

@@ -97,6 +97,7 @@ def check(network, *how):
     check_reads(network)
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("block", range(4))
 def test_writes_are_done_exactly_once(block):
     for seed in range(block * 25, block * 25 + 25):
@@ -110,6 +111,7 @@ def test_writes_are_done_exactly_once_for_10_000_seeds(block):
         check(Network(seed))
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("block", range(4))
 def test_writes_that_were_not_confirmed_in_time_are_done_exactly_once(block):
     for seed in range(block * 25, block * 25 + 25):
@@ -180,6 +182,7 @@ def check_replaced_once(network):
     check_reads(network)
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("block", range(4))
 def test_an_optimizer_is_replaced_once(block):
     for seed in range(block * 25, block * 25 + 25):
@@ -196,6 +199,7 @@ def test_an_optimizer_is_replaced_once_for_2_000_seeds(block):
 TABLE = TableType(WRITES, [2], "float64", 0.0, 0, RowOptimizer())
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("block", range(4))
 def test_rows_are_updated_exactly_once(block):
     for seed in range(block * 10, block * 10 + 10):

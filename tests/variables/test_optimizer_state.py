@@ -62,6 +62,7 @@ def specs(variables):
     return found
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*((name, AxisType.Auto) for name in OPTIMIZERS), ("adafactor", AxisType.Explicit)],
@@ -96,6 +97,7 @@ def pushed(rules, optimizer, placement=None, session_rules=(), params=PARAMS, na
         return specs(variables)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("rules", [RULES, [("^params/", P("data"))]])
 @pytest.mark.parametrize("placed", ["on the host", "by the session"])
 def test_state_of_other_placements_lies_as_its_parameters(rules, placed):

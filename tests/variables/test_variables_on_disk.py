@@ -162,6 +162,7 @@ def test_a_comment_or_another_line_is_no_change(tmp_path):
     assert levels(again) == WITHOUT_A_TRACE, again.last_miss
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     "change",
     [
