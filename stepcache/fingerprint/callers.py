@@ -5,26 +5,24 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
 import enum
 import functools
 import inspect
+import linecache
 import logging
 import reprlib
-import sys
+import tokenize
 import traceback
 import typing
 import warnings
 import weakref
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import jax.monitoring
 
 from stepcache import events
 from stepcache.fingerprint import imports
-from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     OF_JAX,
@@ -41,13 +39,15 @@ _NUMBERS_CALLS = "/equinox/_jit.py"
 CHECKS_TYPES = "<@beartype("
 """Begins the file name of code that beartype makes: it picks an item of a container at random, to
 check the type of that one, and passes on what it was given."""
+OF_EQUINOX = "<generated_"
+"""Begins the file name of code that equinox makes: it takes modules to pieces and together."""
 # Modules of Python that traces use for themselves: what their code reads, and which functions
 # written in C it calls, is for its own ends alone.
 FOR_THEMSELVES = frozenset(
     str(module.__file__)
     for module in (
-        *(collections, contextlib, dataclasses, enum, functools, inspect, reprlib, typing),
-        weakref,
+        *(collections, contextlib, dataclasses, enum, functools, inspect, linecache, reprlib),
+        *(tokenize, typing, weakref),
     )
 )
 # Asks for its thread, in case that an array of objects is in itself, as `reprlib` does.
@@ -69,7 +69,7 @@ def calls_matter(filename: str) -> bool:
     if origin_of_file(filename) == INSTALLED:
         for_itself = filename.endswith((_NUMBERS_CALLS, _SHOWS_ARRAYS))
         return package_of(filename) not in FRAMEWORKS and not for_itself
-    return filename not in FOR_THEMSELVES and not filename.startswith(CHECKS_TYPES)
+    return filename not in FOR_THEMSELVES and not filename.startswith((CHECKS_TYPES, OF_EQUINOX))
 
 
 def is_import_hook(frame: FrameType) -> bool:
@@ -101,35 +101,6 @@ def is_for_caches_of_jax(frame: FrameType) -> bool:
     while caller is not None and caller.f_code.co_name == "__hash__":
         caller = caller.f_back
     return caller is not None and package_of(caller.f_code.co_filename) in OF_JAX
-
-
-def why_call_is_impure(function: Any) -> str | None:
-    """Why a call of a function written in C does not give the same in each run; None if it does."""
-    name = _name_of_builtin(function)
-    return why_impure(name) if name is not None else None
-
-
-def _name_of_builtin(function: Any) -> str | None:
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", "")
-    if owner is None or type(owner).__name__ == "module":
-        module = getattr(function, "__module__", None)
-        return f"{module}.{name}" if module else None
-    if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__qualname__}.{name}"
-    if isinstance(owner, datetime.datetime) and (owner.tzinfo is None or name == "astimezone"):
-        return f"datetime.datetime.{name}"
-    for module, generator, public in _HIDDEN_GENERATORS:
-        if owner is getattr(sys.modules.get(module), generator, None):
-            return f"{public}.{name}"
-    return None
-
-
-# The generators of random numbers that modules keep for themselves.
-_HIDDEN_GENERATORS = (
-    ("random", "_inst", "random"),
-    ("numpy.random.mtrand", "_rand", "numpy.random"),
-)
 
 
 def responsible(frame: FrameType | None) -> str | None:

@@ -12,7 +12,6 @@ import logging
 import re
 import sys
 import threading
-import tokenize
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -124,7 +123,7 @@ def _is_of_library(filename: str) -> bool:
 _USED_BY_TRACES = (
     *FOR_THEMSELVES,
     *(f"{Path(str(package.__file__)).parent}/" for package in (collections, logging, re)),
-    *(str(module.__file__) for module in (abc, ast, threading, tokenize, types)),
+    *(str(module.__file__) for module in (abc, ast, threading, types)),
     str(sys.modules["_weakrefset"].__file__),
     "<",
 )

@@ -6,6 +6,8 @@ which the functions are known: `time.time`, `os.listdir`.
 
 from __future__ import annotations
 
+import functools
+
 
 def _by_name(named: dict[str, str]) -> dict[str, str]:
     return {name: what for what, names in named.items() for name in names.split()}
@@ -91,10 +93,22 @@ _INSPECT_PURE = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def why_impure(name: str) -> str | None:
     """What the result of a call of this name depends on that cannot be checked, or None."""
     what = _FUNCTIONS.get(name) or _by_module(name)
     return f"it calls {name}, which depends on {what}" if what else None
+
+
+def name_of_method(cls: type, name: str) -> str:
+    """The full name of a method of a class: that in the class which it has inherited it from."""
+    owner = inherited_from(cls, name)
+    return f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+
+def inherited_from(cls: type, name: str) -> type:
+    """The class that defines a method of a class."""
+    return next((each for each in cls.__mro__ if name in vars(each)), cls)
 
 
 def _by_module(name: str) -> str | None:

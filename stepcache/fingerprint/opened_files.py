@@ -9,13 +9,15 @@ from __future__ import annotations
 import io
 import os
 import sys
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint import imports
 from stepcache.fingerprint.active_recordings import any_active, current
 from stepcache.fingerprint.callers import is_of_imports, passes_by, responsible
+from stepcache.fingerprint.compiled_calls import decided_by, opens_nothing
+from stepcache.fingerprint.nondeterminism import inherited_from
 from stepcache.fingerprint.provenance import PYTHON, USER, origin_of_file, state_of_file
 
 _BLAMED_EVENTS = {
@@ -27,12 +29,9 @@ _BLAMED_EVENTS = {
     "urllib.Request": "uses the network",
     "sqlite3.connect": "reads a database",
 }
-# Whose functions written in C open no files, but for numpy's `fromfile`.
-_OPEN_NOTHING = frozenset(
-    "builtins sys gc atexit time _thread re _sre math operator _operator functools _functools "
-    "itertools collections _collections _abc weakref _weakref numpy jax jaxlib flax optax".split()
-)
+_EVENTS = frozenset(("open", *_BLAMED_EVENTS))
 _IOBASE = io.IOBase.__base__  # `issubclass` of the abstract one takes a tenth of a millisecond.
+_IN_MEMORY = frozenset((io.StringIO, io.BytesIO))
 _OPENERS = frozenset("open open_code FileIO fromfile listdir scandir Popen connect".split())
 
 
@@ -48,13 +47,12 @@ def watch_before_call(function: Any, owner: Any = None) -> None:
     `owner` is what it is a method of.
     """
     if isinstance(function, type):
-        opens = _IOBASE in function.__mro__
+        opens = _is_of_files(function)
     else:
-        kind = type(owner)
-        known = function if owner is None or kind is ModuleType else owner if kind is type else kind
-        module = getattr(known, "__module__", None)
-        is_harmless = isinstance(module, str) and module.partition(".")[0] in _OPEN_NOTHING
-        opens = not is_harmless or (module == "numpy" and known.__name__ == "fromfile")
+        known = decided_by(function, owner)
+        if known is not function:
+            known = inherited_from(known, function.__name__)
+        opens = not opens_nothing(known)
     if opens:
         _process_hooks.audit(_audit)
 
@@ -66,17 +64,21 @@ def _names_an_opener(code: CodeType, module: dict[str, Any]) -> bool:
     values = [module.get(name) for name in code.co_names]
     # `isinstance` would ask a proxy for its class, as one of a module that is not imported yet.
     classes: list[Any] = [each for each in values if issubclass(type(each), type)]
-    return any(_IOBASE in each.__mro__ for each in classes) or any(
+    return any(map(_is_of_files, classes)) or any(
         each is opener for each in values for opener in (open, os.open, io.open_code)
     )
 
 
+def _is_of_files(cls: type) -> bool:
+    return _IOBASE in cls.__mro__ and _IN_MEMORY.isdisjoint(cls.__mro__)
+
+
 def _audit(event: str, arguments: tuple) -> None:
-    if not any_active():
+    if event not in _EVENTS or not any_active():
         return
     if event == "open":
         _opened(*arguments[:2])
-    elif event in _BLAMED_EVENTS:
+    else:
         caller = responsible(sys._getframe(1))
         if caller is not None:
             for recording in current():

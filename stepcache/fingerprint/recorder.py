@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import linecache
 import random
 import sys
+import tokenize
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType, ModuleType
+from types import CodeType, FrameType
 from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
-from stepcache.fingerprint import imports, jax_alone, opened_files
+from stepcache.fingerprint import compiled_calls, imports, jax_alone, opened_files, seen_codes
 from stepcache.fingerprint.asked_by_name import (
     READERS_OF_ENVIRONMENT,
     keeps_settings,
@@ -27,28 +30,28 @@ from stepcache.fingerprint.asked_by_name import (
 )
 from stepcache.fingerprint.callers import (
     FRAMEWORKS,
+    OF_EQUINOX,
     calls_matter,
     is_bystander,
     is_for_caches_of_jax,
     is_import_hook,
     is_of_imports,
     responsible,
-    why_call_is_impure,
 )
 from stepcache.fingerprint.classes import is_plain
+from stepcache.fingerprint.compiled_calls import decided_by, is_harmless, may_be_impure
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
-    OF_JAX,
     PYTHON,
     USER,
     origin_of,
     origin_of_file,
     origin_of_module,
-    package_of,
 )
 
 _IMPORT_MODULE = importlib.import_module.__code__
+_READ_LINES = (linecache.updatecache.__code__, tokenize.open.__code__)
 _SEED = random.Random.seed.__code__
 READERS_OF_FIELDS = {
     id(function.__code__): function.__code__
@@ -87,7 +90,7 @@ class Recording(Findings):
             self.unavailable = self._why_not or watch.stop(self) or self.unavailable
             if active.collections.thread.collecting:
                 self.unavailable = _NO_END_OF_COLLECTION
-            self.of_jax = _of_jax_so_far()
+            self.of_jax = seen_codes.of_jax_so_far()
             self._watch = None
             imports.of_this_thread().frame = self._within
         active.collections.stop(self)
@@ -98,38 +101,6 @@ class Recording(Findings):
 
     def __exit__(self, *exception) -> None:
         self.end()
-
-
-_counted: dict[int, CodeType] = {}
-"""Code of libraries that has counted in some trace, by identity: so it does in each."""
-
-_of_jax: dict[int, CodeType] = {}
-"""JAX's own among it. All traces enter much of it, so it is seen once and counts in each."""
-
-_shared_of_jax: dict[int, CodeType] = {}
-
-
-def _of_jax_so_far() -> dict[int, CodeType]:
-    """A copy of `_of_jax`; the one of before where nothing was added."""
-    global _shared_of_jax
-    shared = _shared_of_jax
-    if len(shared) != len(_of_jax):
-        shared = _shared_of_jax = _of_jax.copy()
-    return shared
-
-
-def count_in(codes: dict[int, CodeType]) -> None:
-    """Has code of JAX's count as entered in this trace, and in all that come, by its identity."""
-    _of_jax.update(codes)
-
-
-def _note(code: CodeType) -> None:
-    """Notes that code counts."""
-    if id(code) in _counted and package_of(code.co_filename) in OF_JAX:
-        _of_jax[id(code)] = code
-        return
-    for recording in active.current():
-        recording.entered[id(code)] = code
 
 
 def _enter(code: CodeType, frame: FrameType) -> bool:
@@ -143,8 +114,10 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if keeps_settings(code.co_filename):
         for recording in active.current():
             recording.settings |= settings_read(code, frame)
-        _note(code)
+        seen_codes.note(code)
         return False
+    if code in _READ_LINES and frame.f_locals["filename"].endswith(".py"):
+        return False  # Of the source, for a traceback.
     if code is _IMPORT_MODULE:
         _note_import(frame)
         return False
@@ -160,11 +133,11 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("namedtuple_") or origin_of_module(name) != USER:
             if name.partition(".")[0] in FRAMEWORKS:
-                _made_by_frameworks[id(code)] = code
+                seen_codes.made_by_frameworks[id(code)] = code
             return True
         if code.co_name == "__hash__" and is_for_caches_of_jax(frame):
             return False
-        if code.co_filename.startswith(_OF_EQUINOX):
+        if code.co_filename.startswith(OF_EQUINOX):
             _note_class(code, frame)
     origin = origin_of_file(code.co_filename)
     if origin != PYTHON and is_import_hook(frame):
@@ -172,24 +145,15 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if origin == USER and not made and is_bystander(frame):
         return False
     if origin != USER and not made:
-        _counted[id(code)] = code
+        seen_codes.counted[id(code)] = code
     opened_files.watch_before(code, frame.f_globals)
-    _note(code)
+    seen_codes.note(code)
     return True
-
-
-_made_by_frameworks: dict[int, CodeType] = {}
-"""Code that frameworks have made by exec, by identity, such as methods of their dataclasses."""
-
-
-def _is_done_with(code: CodeType) -> bool:
-    """Whether code that was seen once need not be seen again, in this trace or in another one."""
-    return id(code) in _of_jax or id(code) in _made_by_frameworks
 
 
 def _has_to_be_seen_again(code: CodeType) -> bool:
     """Whether it matters where code is entered the next time, too; it is being entered."""
-    if id(code) in _counted:
+    if id(code) in seen_codes.counted:
         return False
     looking = [each for each in active.current() if each.nesting and id(code) in each.entered]
     return True in [each.nesting.enter(code) for each in looking]
@@ -205,9 +169,6 @@ def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
     if origin_of(cls) == USER and is_plain(cls):
         for recording in active.current():
             recording.entered[id(code)] = code
-
-
-_OF_EQUINOX = "<generated_"
 
 
 def _note_class(code: CodeType, frame: FrameType) -> None:
@@ -227,7 +188,7 @@ def _note_import(frame: FrameType) -> None:
 
 def _call(function: Any, frame: FrameType | None) -> None:
     """Notes a call of a function written in C, where its result is not the same in each run."""
-    _blame(why_call_is_impure(function), frame)
+    _blame(compiled_calls.why_call_is_impure(function), frame)
 
 
 def _blame(why: str | None, frame: FrameType | None) -> None:
@@ -289,16 +250,15 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             return
         elif importing.passes_over(code):
             seen[id(code)] = importing.passed[id(code)] = code
-        elif id(code) in _counted:
-            _note(code)
-            see(code, _is_done_with(code))
+        elif id(code) in seen_codes.counted:
+            seen_codes.note(code)
+            see(code, seen_codes.is_done_with(code))
         elif _enter(code, frame) and not _has_to_be_seen_again(code):
-            see(code, _is_done_with(code))
+            see(code, seen_codes.is_done_with(code))
 
     def called(function: Any, frame: FrameType) -> None:
         owner = function.__self__
-        kind = type(owner)
-        known = function if kind is ModuleType else owner if kind is type else kind
+        known = decided_by(function, owner)
         if id(known) in seen:
             return
         if known is sys.setprofile:
@@ -308,13 +268,14 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             return
         if is_of_imports(frame.f_code) or importing.passes_over(frame.f_code):
             return
-        opened_files.watch_before_call(function, owner)
-        suspects = _SUSPECT_MODULES if kind is ModuleType else _SUSPECT_CLASSES
-        if known.__module__ in suspects:
-            if calls_matter(frame.f_code.co_filename):
+        harmless, matters = is_harmless(known), calls_matter(frame.f_code.co_filename)
+        if matters:
+            opened_files.watch_before_call(function, owner)
+        if may_be_impure(known):
+            if matters:
                 _call(function, frame)
-        else:
-            see(known, known.__module__ in ("builtins", "jaxlib", "numpy"))
+        elif harmless or (matters and compiled_calls.decides(known)):
+            see(known, harmless)
 
     def profile(
         frame: FrameType,
@@ -337,10 +298,6 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
 
 
 _seen_for_good: dict[int, Any] = {}
-_SUSPECT_MODULES = frozenset(
-    ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
-)
-_SUSPECT_CLASSES = frozenset(("random", "datetime", "numpy.random.mtrand"))
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
@@ -353,11 +310,11 @@ def _py_start(code: CodeType, offset: int) -> Any:
     if importing.passes_over(code):
         importing.passed[id(code)] = code
         return _monitor.disable(code)
-    if id(code) in _counted:
-        _note(code)
+    if id(code) in seen_codes.counted:
+        seen_codes.note(code)
     elif not _enter(code, sys._getframe(1)):
         return None
-    if _is_done_with(code):
+    if seen_codes.is_done_with(code):
         return _monitor.disable(code, for_good=True)
     if calls_matter(code.co_filename):
         _monitor.see_calls_from(code)
@@ -365,18 +322,45 @@ def _py_start(code: CodeType, offset: int) -> Any:
 
 
 def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> None:
-    if not active.any_active() or imports.of_this_thread().passes_over(code):
+    # Called hundreds of thousands of times, mostly for the same few functions.
+    kind = type(function)
+    if kind is _FUNCTION or id(function) in _seen_for_good or kind is _OPERATOR:
         return
-    if isinstance(function, MethodDescriptorType):
-        opened_files.watch_before_call(function, first)
-        if type(first).__module__ in _SUSPECT_CLASSES:
-            _call(getattr(first, function.__name__), sys._getframe(1))
+    if kind is _BUILTIN or kind is _BOUND_OPERATOR:
+        owner = function.__self__
+    else:
+        owner = first if kind is _METHOD else None
+    known = decided_by(function, owner)
+    if id(known) in _seen_for_good or not active.any_active():
         return
-    if type(function) is BuiltinFunctionType:
-        opened_files.watch_before_call(function, function.__self__)
-    module = getattr(function, "__module__", None)
-    if (module is None or module in _SUSPECT_MODULES) and not hasattr(function, "__code__"):
-        _call(function, sys._getframe(1))
+    if not imports.of_this_thread().passes_over(code):
+        _see_call(function, owner, known, sys._getframe(1))
+
+
+_FUNCTION, _BUILTIN = types.FunctionType, types.BuiltinFunctionType
+_METHOD, _OPERATOR = types.MethodDescriptorType, types.WrapperDescriptorType
+_BOUND_OPERATOR = types.MethodWrapperType
+
+
+def _see_call(function: Any, owner: Any, known: Any, frame: FrameType) -> None:
+    """Looks at a call of what is not written in Python; see `decided_by` for the arguments."""
+    kind = type(function)
+    if kind is _BOUND_OPERATOR and known is type(owner):
+        return
+    if kind is _BUILTIN or kind is _METHOD:
+        opened_files.watch_before_call(function, owner)
+        if may_be_impure(known):
+            _call(function if kind is _BUILTIN else getattr(owner, function.__name__), frame)
+            return
+    if kind is _METHOD:
+        if is_harmless(function.__objclass__):
+            _seen_for_good[id(function)] = function
+    elif not hasattr(function, "__code__"):
+        module = getattr(function, "__module__", None)
+        if module is None or module in compiled_calls.IMPURE_MODULES:
+            _call(function, frame)
+    if is_harmless(known):
+        _seen_for_good[id(known)] = known
 
 
 def _on_end(code: CodeType, offset: int, outcome: Any) -> None:

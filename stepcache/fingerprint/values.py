@@ -19,6 +19,7 @@ from typing import Any
 
 from stepcache.fingerprint import opened_files
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
+from stepcache.fingerprint.nondeterminism import name_of_method
 from stepcache.fingerprint.provenance import INSTALLED, origin_of_module
 from stepcache.fingerprint.tokens import (
     ATOMS,
@@ -113,7 +114,7 @@ def note_builtin(walk: Trail, path: str, value: Any) -> None:
         return
     walk.note(path, f"builtin method {name}")
     if isinstance(owner, type):
-        walk.check_pure(path, f"{owner.__module__}.{name}")
+        walk.check_pure(path, name_of_method(owner, value.__name__))
     walk.value(f"{path}.__self__", owner)
 
 

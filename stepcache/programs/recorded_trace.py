@@ -17,7 +17,8 @@ from stepcache.fingerprint import shared_traces
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.lowering_rules import code_of_lowering
 from stepcache.fingerprint.nesting import Nesting
-from stepcache.fingerprint.recorder import Recording, count_in
+from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.seen_codes import count_in
 from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.background import beside

@@ -1,6 +1,7 @@
 """What a recording sees, on both of Python's ways to watch code, and what it leaves alone."""
 
 import dataclasses
+import datetime
 import logging
 import os
 import random
@@ -10,6 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +112,12 @@ def test_a_path_that_goes_back_behind_a_link_is_left_as_it_is(tmp_path):
     (tmp_path / "a" / "data").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     path = f"{tmp_path}/link/../data"
-    with Recording() as recording:
+
+    def read():
         open(path).close()  # noqa: PTH123
+
+    with Recording() as recording:
+        read()
     assert recording.files == {path: state_of_file(path)} and recording.files[path]
 
 
@@ -225,6 +231,105 @@ def test_what_is_another_each_run_is_seen():
         impure()
     text = "\n".join(recording.impure)
     assert all(each in text for each in ("time.time", "random", "getpid", "impure"))
+
+
+class Stamp(datetime.datetime):
+    pass
+
+
+class Day(datetime.date):
+    pass
+
+
+class Kinds(type):
+    def __new__(cls, *what):
+        return type.__new__(cls, *what)
+
+    def __call__(cls, *what):
+        return type.__call__(cls, *what)
+
+
+class Lazy(types.ModuleType):
+    def __new__(cls, *what):
+        return types.ModuleType.__new__(cls, *what)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: Stamp.now(), "datetime.datetime.now"),
+        (lambda: Stamp.today(), "datetime.date.today"),
+        (lambda: Day.today(), "datetime.date.today"),
+        (lambda: datetime.datetime.today(), "datetime.date.today"),
+        (lambda: Stamp(2000, 1, 1).timestamp(), "datetime.datetime.timestamp"),
+        (lambda: random.uniform(1, 2), "random numbers"),
+        (lambda: vars(random)["_inst"].random(), "random numbers"),
+        (lambda: time.time(), "time.time"),
+        (lambda: os.stat(0), "posix.stat"),
+    ],
+)
+def test_calls_of_c_are_told_apart_by_whose_they_are(call, named):
+    """Whatever of the same kinds was called before, in this trace or in an earlier one."""
+
+    def others():
+        Kinds("Made", (), {})()
+        Lazy("made")
+        type.mro(Kinds)
+        random.Random(0).random()
+        os.fspath("a")
+        datetime.timedelta(1).total_seconds()
+        return type(None).__new__(type(None)), str.join("", []), {}.get(1)
+
+    for _ in range(2):
+        with Recording() as recording:
+            others()
+        assert not recording.impure
+        with Recording() as recording:
+            others()
+            call()
+        assert named in "\n".join(recording.impure)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "linecache.getlines(__file__)",
+        "io.StringIO().write('')",
+        "os.path.normpath('a/../b')",
+        "Options(a=1).get('a')",
+        "traceback.extract_stack()",
+        "bisect.bisect_left([1], 1)",
+        "hashlib.sha256(b'a').digest()",
+    ],
+)
+def test_no_files_are_watched_for_what_opens_none(read, tmp_path):
+    """An audit hook cannot be taken away, and is called for each `id()` of the process."""
+    script = f"""
+    import bisect, hashlib, io, linecache, os, traceback
+    from stepcache import _process_hooks
+    from stepcache.fingerprint.recorder import Recording
+
+    class Options(dict): pass
+
+    def harmless():
+        return {read}
+
+    def reads():
+        open(__file__).close()
+
+    hooks = []
+    _process_hooks.audit = hooks.append
+    with Recording():
+        harmless()
+    assert not hooks, hooks
+    with Recording():
+        reads()
+    assert hooks
+    """
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @dataclasses.dataclass

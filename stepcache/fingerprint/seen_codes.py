@@ -1,0 +1,48 @@
+"""Code of libraries that recordings have seen, and need not see again to have it count.
+
+All traces enter much of JAX's code, so it is seen once in a process, and counts in each trace.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+
+from stepcache.fingerprint import active_recordings as active
+from stepcache.fingerprint.provenance import OF_JAX, package_of
+
+counted: dict[int, CodeType] = {}
+"""Code that has counted in some trace, by identity: so it does in each."""
+
+made_by_frameworks: dict[int, CodeType] = {}
+"""Code that frameworks have made by exec, by identity, such as methods of their dataclasses."""
+
+_of_jax: dict[int, CodeType] = {}
+_shared_of_jax: dict[int, CodeType] = {}
+
+
+def of_jax_so_far() -> dict[int, CodeType]:
+    """JAX's code that has counted; the same dictionary as before where there is no more."""
+    global _shared_of_jax
+    shared = _shared_of_jax
+    if len(shared) != len(_of_jax):
+        shared = _shared_of_jax = _of_jax.copy()
+    return shared
+
+
+def count_in(codes: dict[int, CodeType]) -> None:
+    """Has code of JAX's count as entered in this trace, and in all that come, by its identity."""
+    _of_jax.update(codes)
+
+
+def note(code: CodeType) -> None:
+    """Notes that code counts in the recordings of this thread."""
+    if id(code) in counted and package_of(code.co_filename) in OF_JAX:
+        _of_jax[id(code)] = code
+        return
+    for recording in active.current():
+        recording.entered[id(code)] = code
+
+
+def is_done_with(code: CodeType) -> bool:
+    """Whether code that was seen once need not be seen again, in this trace or in another one."""
+    return id(code) in _of_jax or id(code) in made_by_frameworks
