@@ -25,11 +25,13 @@ from stepcache.fingerprint.bytecode import (
     names_of,
 )
 from stepcache.fingerprint.callers import FOR_THEMSELVES
+from stepcache.fingerprint.compiled_calls import why_call_is_impure
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
 from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, instructions_of
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
+    file_label,
     origin_of,
     origin_of_file,
     package_of,
@@ -45,6 +47,7 @@ class Reads(NamedTuple):
     names: dict[str, str]  # What it reads of these and of others, by module, with spaces between.
     attributes: frozenset[str]  # All names and strings in it: what it may read of any object.
     asked_for: frozenset[str]  # Those that it may ask of objects which do not have them.
+    draws: tuple[str, ...]  # Where it may draw random numbers that no recording sees.
     by_code: tuple[_Read, ...]  # What each of them reads.
 
     def of_others(self, names: dict[str, bool]) -> set[str]:
@@ -72,6 +75,7 @@ class _Read(NamedTuple):
     names: dict[str, set[str]]
     attributes: set[str]
     asked_for: set[str]
+    draws: tuple[str, ...] = ()
 
 
 _reads: dict[int, _Read] = {}
@@ -107,7 +111,7 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
         return _together[key][1]
 
 
-_NOTHING = Reads([], {}, frozenset(), frozenset(), ())
+_NOTHING = Reads([], {}, frozenset(), frozenset(), (), ())
 
 
 @functools.lru_cache(maxsize=8192)
@@ -139,6 +143,7 @@ def _put_together(reads: list[_Read]) -> Reads:
         {owner: " ".join(sorted(each)) for owner, each in sorted(names.items())},
         frozenset().union(*(read.attributes for read in reads)),
         frozenset().union(*(read.asked_for for read in reads)),
+        tuple(each for read in reads for each in read.draws),
         tuple(reads),
     )
 
@@ -164,7 +169,27 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     if inspection.asks_for_known_names(code.co_filename):
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
-    return _Read(code, module, found, named, asked_for)
+    is_others = module is not None and package_of(code.co_filename) not in TRUSTED
+    draws = _draws(code, module, vars(sys.modules[module])) if module and is_others else ()
+    return _Read(code, module, found, named, asked_for, draws)
+
+
+def _draws(code: types.CodeType, module: str, space: dict) -> tuple[str, ...]:
+    """Where code calls numpy's own generator: calls of Cython's functions are not seen."""
+    numpys = sys.modules.get("numpy.random")
+    values = [space.get(name) for name in code.co_names]
+    may_be = any(each is numpys or type(each) is types.MethodType for each in values)
+    if numpys is None or not (may_be or "random" in code.co_names):
+        return ()
+    found = []
+    for read in names_of(code).reads:
+        value = space.get(read.name) if read.kind == "global" else None
+        for name in read.attributes:
+            value = vars(value).get(name) if type(value) is types.ModuleType else None
+        why = why_call_is_impure(value) if type(value) is types.MethodType else None
+        if why is not None:
+            found.append(f"{file_label(code.co_filename, module)}:{code.co_qualname}: {why}")
+    return tuple(found)
 
 
 def _asked_for_by_others(code: types.CodeType) -> set[str]:

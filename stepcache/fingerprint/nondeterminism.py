@@ -16,7 +16,7 @@ def _by_name(named: dict[str, str]) -> dict[str, str]:
 _MODULES = _by_name(
     {
         "the clock": "time",
-        "random numbers": "random _random secrets uuid numpy.random",
+        "random numbers": "random _random secrets uuid _uuid numpy.random",
         "the network": "socket _socket urllib.request http.client requests",
         "another process": "subprocess _posixsubprocess multiprocessing",
         "other threads, which are not watched": "concurrent.futures",
@@ -36,7 +36,7 @@ _MODULES = _by_name(
 _FUNCTIONS = _by_name(
     {
         "the clock": "datetime.datetime.now datetime.datetime.utcnow datetime.datetime.today "
-        "datetime.date.today",
+        "datetime.date.today numpy.datetime64",
         "random numbers": "os.urandom posix.urandom os.getrandom posix.getrandom",
         "the time zone of the process": "datetime.datetime.fromtimestamp "
         "datetime.date.fromtimestamp datetime.datetime.timestamp datetime.datetime.astimezone",

@@ -219,7 +219,8 @@ class Lookup:
 
     def untrackable_in(self, recording: Findings) -> tuple[str, ...]:
         """What a trace used that cannot be fingerprinted. Call it after `extend`."""
-        untrackable = [*self._walk().untrackable, *recording.impure]
+        reads = reads_of(recording.entered.values(), recording.of_jax)
+        untrackable = [*self._walk().untrackable, *recording.impure, *reads.draws]
         if recording.unavailable:
             untrackable.append(recording.unavailable)
         for path, state in recording.files.items():

@@ -128,3 +128,38 @@ def read(given):
     edited = source.replace("# Edited.", "config.unread = 'of this run'")
     second = start(edited, "read_pkg", tmp_path)
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+
+
+@pytest.mark.parametrize(
+    ("imported", "drawn"),
+    [
+        ("import numpy as np", "np.random.rand()"),
+        ("from numpy.random import rand", "rand()"),
+        ("from numpy import random as numbers", "numbers.normal()"),
+        ("import uuid", "uuid.uuid1().time_low"),
+    ],
+)
+def test_a_package_that_draws_random_numbers_is_traced_at_each_start(
+    imported, drawn, install, tmp_path
+):
+    install("draws_pkg", {"__init__.py": f"{imported}\ndef draw(x): return x * 2 + 0 * {drawn}"})
+    source = "import draws_pkg\n@sc.step\ndef step(x): return draws_pkg.draw(x)"
+    start(source, "draws_pkg", tmp_path)
+    again = start(source, "draws_pkg", tmp_path)
+    assert levels(again)[0] == 1
+    assert "draws_pkg/__init__.py:draw" in str(again.step.last_miss)
+
+
+def test_a_package_that_draws_by_keys_is_not(install, tmp_path):
+    text = """
+    import numpy as np
+    import jax
+
+    def scaled(x):
+        key = jax.random.key(0)
+        return x * 2 + 0 * jax.random.normal(key, x.shape) * np.prod(x.shape)
+    """
+    install("draws_pkg", {"__init__.py": text})
+    source = "import draws_pkg\n@sc.step\ndef step(x): return draws_pkg.scaled(x)"
+    start(source, "draws_pkg", tmp_path)
+    assert levels(start(source, "draws_pkg", tmp_path)) == WITHOUT_A_TRACE

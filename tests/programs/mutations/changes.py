@@ -1798,6 +1798,13 @@ OUTSIDE = [
         vouched=False,
     ),
     Kind(
+        "date_of_a_subclass",
+        "import datetime\nclass Stamp(datetime.datetime): pass\n"
+        "def step(x): return x * «2¦3» + 0 * Stamp.now().year",
+        "now",
+        vouched=False,
+    ),
+    Kind(
         "random_global",
         "import random\ndef step(x): return x * «2¦3» + 0 * random.random()",
         "random",
