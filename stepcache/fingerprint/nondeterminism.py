@@ -36,7 +36,7 @@ _MODULES = _by_name(
 _FUNCTIONS = _by_name(
     {
         "the clock": "datetime.datetime.now datetime.datetime.utcnow datetime.datetime.today "
-        "datetime.date.today numpy.datetime64",
+        "datetime.date.today numpy.datetime64('now')",
         "random numbers": "os.urandom posix.urandom os.getrandom posix.getrandom",
         "the time zone of the process": "datetime.datetime.fromtimestamp "
         "datetime.date.fromtimestamp datetime.datetime.timestamp datetime.datetime.astimezone",

@@ -50,6 +50,7 @@ def entering(method: str) -> str:
 
 _ENTER = "enter "
 _MISSING = object()
+_NOW = {"now", "today"}
 
 
 def entered_among(names: Iterable[str]) -> set[str]:
@@ -225,6 +226,8 @@ class Trail(ABC):
 
     def add_names(self, names: Names) -> None:
         """Adds what code names."""
+        if any("datetime64" in each.co_names and _NOW & {*each.co_consts} for each in names.codes):
+            self.check_pure(self.reader, "numpy.datetime64('now')")
         if names.is_dynamic:
             self.reads_any_attribute()
         self._add(names.attributes - names.keys.keys() if names.keys else names.attributes)

@@ -1805,6 +1805,12 @@ OUTSIDE = [
         vouched=False,
     ),
     Kind(
+        "date_of_numpy",
+        "import numpy as np\ndef step(x): return x * «2¦3» + 0 * np.datetime64('now').astype(int)",
+        "now",
+        vouched=False,
+    ),
+    Kind(
         "random_global",
         "import random\ndef step(x): return x * «2¦3» + 0 * random.random()",
         "random",

@@ -68,6 +68,16 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_name_of_numpys_dates",
+        """
+        import numpy as np
+        class Trainer:
+            def __init__(self): self.started = «1.0¦2.0»
+            def run(self, x): return x * (2 if isinstance(x, np.datetime64) else 3)
+        step = Trainer().run
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_a_dataclass",  # Whose methods compare classes, and name them.
         """
         import dataclasses, time
