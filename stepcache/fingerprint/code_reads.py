@@ -169,8 +169,9 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     if inspection.asks_for_known_names(code.co_filename):
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
-    is_others = module is not None and package_of(code.co_filename) not in TRUSTED
-    draws = _draws(code, module, vars(sys.modules[module])) if module and is_others else ()
+    draws: tuple[str, ...] = ()
+    if module is not None and package_of(code.co_filename) not in TRUSTED:
+        draws = _draws(code, module, vars(sys.modules[module]))
     return _Read(code, module, found, named, asked_for, draws)
 
 
@@ -181,13 +182,13 @@ def _draws(code: types.CodeType, module: str, space: dict) -> tuple[str, ...]:
     may_be = any(each is numpys or type(each) is types.MethodType for each in values)
     if numpys is None or not (may_be or "random" in code.co_names):
         return ()
-    found = []
+    own, found = getattr(numpys.random_sample, "__self__", None), []
     for read in names_of(code).reads:
         value = space.get(read.name) if read.kind == "global" else None
         for name in read.attributes:
             value = vars(value).get(name) if type(value) is types.ModuleType else None
-        why = why_call_is_impure(value) if type(value) is types.MethodType else None
-        if why is not None:
+        is_own = type(value) is types.MethodType and value.__self__ is own
+        if is_own and (why := why_call_is_impure(value)) is not None:
             found.append(f"{file_label(code.co_filename, module)}:{code.co_qualname}: {why}")
     return tuple(found)
 

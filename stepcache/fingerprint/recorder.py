@@ -268,14 +268,14 @@ def _profiler() -> Callable[[FrameType, Any, Any], None]:
             return
         if is_of_imports(frame.f_code) or importing.passes_over(frame.f_code):
             return
-        harmless, matters = is_harmless(known), calls_matter(frame.f_code.co_filename)
+        matters = calls_matter(frame.f_code.co_filename)
         if matters:
             opened_files.watch_before_call(function, owner)
         if may_be_impure(known):
             if matters:
                 _call(function, frame)
-        elif harmless or (matters and compiled_calls.decides(known)):
-            see(known, harmless)
+        elif (lasts := is_harmless(known)) or (matters and compiled_calls.decides(known)):
+            see(known, lasts)
 
     def profile(
         frame: FrameType,
