@@ -28,6 +28,7 @@ from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.compiled_calls import why_call_is_impure
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
 from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, instructions_of
+from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     PYTHON,
@@ -47,7 +48,7 @@ class Reads(NamedTuple):
     names: dict[str, str]  # What it reads of these and of others, by module, with spaces between.
     attributes: frozenset[str]  # All names and strings in it: what it may read of any object.
     asked_for: frozenset[str]  # Those that it may ask of objects which do not have them.
-    draws: tuple[str, ...]  # Where it may draw random numbers that no recording sees.
+    draws: tuple[str, ...]  # Where it may ask numpy's generator or clock, which no recording sees.
     by_code: tuple[_Read, ...]  # What each of them reads.
 
     def of_others(self, names: dict[str, bool]) -> set[str]:
@@ -169,28 +170,28 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     if inspection.asks_for_known_names(code.co_filename):
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
-    draws: tuple[str, ...] = ()
+    draws: list[str] = []
     if module is not None and package_of(code.co_filename) not in TRUSTED:
         draws = _draws(code, module, vars(sys.modules[module]))
-    return _Read(code, module, found, named, asked_for, draws)
+    return _Read(code, module, found, named, asked_for, tuple(draws))
 
 
-def _draws(code: types.CodeType, module: str, space: dict) -> tuple[str, ...]:
-    """Where code calls numpy's own generator: calls of Cython's functions are not seen."""
+def _draws(code: types.CodeType, module: str, space: dict) -> list[str]:
+    """Where code asks numpy's own generator, or its clock: no recording sees what Cython calls."""
+    reasons = [why_impure(NUMPYS_NOW)] if asks_numpy_for_now(code) else []
     numpys = sys.modules.get("numpy.random")
     values = [space.get(name) for name in code.co_names]
     may_be = any(each is numpys or type(each) is types.MethodType for each in values)
-    if numpys is None or not (may_be or "random" in code.co_names):
-        return ()
-    own, found = getattr(numpys.random_sample, "__self__", None), []
-    for read in names_of(code).reads:
-        value = space.get(read.name) if read.kind == "global" else None
-        for name in read.attributes:
-            value = vars(value).get(name) if type(value) is types.ModuleType else None
-        is_own = type(value) is types.MethodType and value.__self__ is own
-        if is_own and (why := why_call_is_impure(value)) is not None:
-            found.append(f"{file_label(code.co_filename, module)}:{code.co_qualname}: {why}")
-    return tuple(found)
+    if numpys is not None and (may_be or "random" in code.co_names):
+        own = getattr(numpys.random_sample, "__self__", None)
+        for read in names_of(code).reads:
+            value = space.get(read.name) if read.kind == "global" else None
+            for name in read.attributes:
+                value = vars(value).get(name) if type(value) is types.ModuleType else None
+            if type(value) is types.MethodType and value.__self__ is own:
+                reasons.append(why_call_is_impure(value))
+    where = f"{file_label(code.co_filename, module)}:{code.co_qualname}"
+    return [f"{where}: {why}" for why in reasons if why is not None]
 
 
 def _asked_for_by_others(code: types.CodeType) -> set[str]:

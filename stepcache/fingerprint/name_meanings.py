@@ -24,6 +24,7 @@ from stepcache.fingerprint.tokens import (
     digest,
     plain_text,
     qualified_name,
+    random_state,
     short,
 )
 from stepcache.fingerprint.values import TRUSTED
@@ -219,6 +220,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if kind is ContextVar:
         notes.once(path, text := f"ContextVar {_context_text(value)}")
         return text
+    if not has_state and (state := random_state(value)) is not None:
+        notes.once(path, text := f"{kind.__qualname__}, state {state}")
+        return text
     text = kind.__qualname__
     if callable(value) or issubclass(kind, staticmethod | classmethod | property):
         text = _callable_text(notes, path, value)
@@ -297,6 +301,8 @@ def _follow(notes: Meaning | None, path: str, value: Any) -> list[str]:
                 kind = type(part.value)
                 if kind is ContextVar:
                     settings.append(f"{part.place} {_context_text(part.value)}")
+                elif (state := random_state(part.value)) is not None:
+                    settings.append(f"{part.place} {state}")
                 elif notes is None:
                     settings.append(f"{part.place} {_name(part.value)}")
                     below.append(part)

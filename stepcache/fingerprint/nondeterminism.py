@@ -7,6 +7,9 @@ which the functions are known: `time.time`, `os.listdir`.
 from __future__ import annotations
 
 import functools
+from types import CodeType
+
+NUMPYS_NOW = "numpy.datetime64('now')"
 
 
 def _by_name(named: dict[str, str]) -> dict[str, str]:
@@ -36,7 +39,7 @@ _MODULES = _by_name(
 _FUNCTIONS = _by_name(
     {
         "the clock": "datetime.datetime.now datetime.datetime.utcnow datetime.datetime.today "
-        "datetime.date.today numpy.datetime64('now')",
+        f"datetime.date.today {NUMPYS_NOW}",
         "random numbers": "os.urandom posix.urandom os.getrandom posix.getrandom",
         "the time zone of the process": "datetime.datetime.fromtimestamp "
         "datetime.date.fromtimestamp datetime.datetime.timestamp datetime.datetime.astimezone",
@@ -98,6 +101,11 @@ def why_impure(name: str) -> str | None:
     """What the result of a call of this name depends on that cannot be checked, or None."""
     what = _FUNCTIONS.get(name) or _by_module(name)
     return f"it calls {name}, which depends on {what}" if what else None
+
+
+def asks_numpy_for_now(code: CodeType) -> bool:
+    """Whether code may ask numpy for the time."""
+    return "datetime64" in code.co_names and not {"now", "today"}.isdisjoint(code.co_consts)
 
 
 def name_of_method(cls: type, name: str) -> str:

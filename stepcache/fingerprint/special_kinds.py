@@ -13,7 +13,6 @@ import functools
 import io
 import logging
 import os
-import random
 from collections.abc import Container
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -25,7 +24,7 @@ import numpy as np
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.asked_by_name import note_settings
 from stepcache.fingerprint.provenance import USER, origin_of
-from stepcache.fingerprint.tokens import short
+from stepcache.fingerprint.tokens import random_state, short
 from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import note_alias, note_items
 from stepcache.jaxcompat import Tracer, inspection
@@ -82,9 +81,8 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         if kind is type(inspection.PLAIN_JIT):
             known = {*vars(inspection.PLAIN_JIT), *getattr(jitted[0], "__dict__", ())}
             _note_attributes(walk, path, value, known)
-    elif (state := _random_state(value)) is not None:
-        walk.note(path, kind.__name__)
-        walk.value(f"{path} (state)", state)
+    elif (state := random_state(value)) is not None:
+        walk.note(path, f"{kind.__name__}, state {state}")
     elif kind.__module__ == "flax.ids" or _full_name(kind) in inspection.ORIGINS_OF_JAXPRS:
         walk.note(path, kind.__name__)  # Flax's are numbers that tell modules apart in a process.
     elif isinstance(value, logging.Logger):
@@ -194,27 +192,11 @@ _SPECIAL_PACKAGES = frozenset(
 )
 _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
+    np.random.BitGenerator,
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
     *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
     *(enum.Enum, PurePath, logging.Logger, ContextVar, _TEXT, _REMEMBERING),
 )
-
-
-_OF_THE_PROCESS = (
-    getattr(np.random.mtrand, "_rand", _MISSING),
-    getattr(random, "_inst", _MISSING),
-)
-
-
-def _random_state(value: Any) -> Any:
-    """The state of a generator of random numbers, which says what it will give next."""
-    if any(value is each for each in _OF_THE_PROCESS):
-        return "the process's own"  # Where a trace draws from it, the recording says so.
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.getstate() if type(value).__module__ == "random" else None
 
 
 def note_array(walk: Trail, path: str, value: Any) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import random
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 
+_MISSING = object()
 _SHOWN = 60
 _PLAIN_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 _PLAIN_ITEMS = 512
@@ -52,6 +56,35 @@ def container_text(value: Any, depth: int = 3) -> str | None:
         return None
     ordered: Any = sorted(texts) if kind in (set, frozenset) else texts  # type: ignore[type-var]
     return f"{kind.__name__}({', '.join(ordered)})"
+
+
+def random_state(value: Any) -> str | None:
+    """The state of a generator of random numbers, which says what it will give next, or None."""
+    if any(value is each for each in _OF_THE_PROCESS) or isinstance(value, random.SystemRandom):
+        return "not its own"  # Where a trace draws from it, the recording says so.
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _state_text(value.state)
+    if isinstance(value, np.random.RandomState):
+        return _state_text(value.get_state())
+    if isinstance(value, random.Random):
+        return _state_text(random.Random.getstate(value))
+    return None
+
+
+def _state_text(state: Any) -> str:
+    if isinstance(state, dict):
+        state = tuple(state.items())
+    if isinstance(state, tuple):
+        return digest(map(_state_text, state))
+    return repr(state.tolist() if isinstance(state, np.ndarray) else state)
+
+
+_OF_THE_PROCESS = (
+    getattr(np.random.mtrand, "_rand", _MISSING),
+    getattr(random, "_inst", _MISSING),
+)
 
 
 def short(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from stepcache.fingerprint.bytecode import Names
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
-from stepcache.fingerprint.nondeterminism import why_impure
+from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
 from stepcache.fingerprint.tokens import digest
 
@@ -50,7 +50,6 @@ def entering(method: str) -> str:
 
 _ENTER = "enter "
 _MISSING = object()
-_NOW = {"now", "today"}
 
 
 def entered_among(names: Iterable[str]) -> set[str]:
@@ -226,8 +225,8 @@ class Trail(ABC):
 
     def add_names(self, names: Names) -> None:
         """Adds what code names."""
-        if any("datetime64" in each.co_names and _NOW & {*each.co_consts} for each in names.codes):
-            self.check_pure(self.reader, "numpy.datetime64('now')")
+        if any(map(asks_numpy_for_now, names.codes)):
+            self.check_pure(self.reader, NUMPYS_NOW)
         if names.is_dynamic:
             self.reads_any_attribute()
         self._add(names.attributes - names.keys.keys() if names.keys else names.attributes)

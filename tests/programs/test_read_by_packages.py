@@ -137,6 +137,7 @@ def read(given):
         ("from numpy.random import rand", "rand()"),
         ("from numpy import random as numbers", "numbers.normal()"),
         ("import uuid", "uuid.uuid1().time_low"),
+        ("import numpy as np", "(np.datetime64('now') > np.datetime64('2020-01-01'))"),
     ],
 )
 def test_a_package_that_draws_random_numbers_is_traced_at_each_start(
@@ -166,3 +167,39 @@ def test_a_package_that_draws_by_keys_is_not(install, tmp_path):
     source = "import draws_pkg\n@sc.step\ndef step(x): return draws_pkg.scaled(x)"
     start(source, "draws_pkg", tmp_path)
     assert levels(start(source, "draws_pkg", tmp_path)) == WITHOUT_A_TRACE
+
+
+KEPT = [
+    ("import random; rng = random.Random(SEED)", "rng.random()"),
+    ("import numpy as np; rng = np.random.default_rng(SEED)", "rng.normal()"),
+    ("from numpy.random import RandomState; rng = RandomState(SEED)", "rng.rand()"),
+    ("from numpy.random import PCG64; rng = PCG64(SEED)", "rng.random_raw() % 7"),
+    ("import random; by_name = {'init': random.Random(SEED)}", "by_name['init'].random()"),
+    (
+        "import numpy as np\nclass Noise:\n    rng = np.random.default_rng(SEED)",
+        "Noise.rng.normal()",
+    ),
+    (
+        "import random\nclass Noise:\n    def __init__(self): self.rng = random.Random(SEED)\n"
+        "noise = Noise()",
+        "noise.rng.random()",
+    ),
+]
+
+
+@pytest.mark.sample(every=3)
+@pytest.mark.parametrize(("kept", "drawn"), KEPT)
+def test_a_package_that_draws_from_its_own_generator_counts_with_its_state(
+    kept, drawn, install, tmp_path
+):
+    text = "SEED\ndef draw(x): return x * 2 + 0 * DRAWN".replace("DRAWN", drawn)
+    source = "import draws_pkg\n@sc.step\ndef step(x): return draws_pkg.draw(x)"
+    for _ in range(2):
+        install("draws_pkg", {"__init__.py": text.replace("SEED", kept.replace("SEED", ""))})
+        assert levels(start(source, "draws_pkg", tmp_path / "unseeded"))[0] == 1
+    seen = []
+    for seed in (0, 0, 0, 10):  # Of another size, for Python looks at sizes and whole seconds.
+        install("draws_pkg", {"__init__.py": text.replace("SEED", kept.replace("SEED", str(seed)))})
+        seen.append(levels(start(source, "draws_pkg", tmp_path / "seeded")))
+    assert seen[2] == WITHOUT_A_TRACE  # The first start could not know what the trace would read.
+    assert seen[3][0] == 1
