@@ -8,14 +8,17 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+from collections.abc import Container
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
     LOADS_GLOBAL,
     attribute_asked_for,
     instructions_of,
+    mere_keys,
     simple_arguments,
 )
 
@@ -89,7 +92,7 @@ class Names:
     # Chains that start at a global or at a captured variable.
     reads: dict[Read, None] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
-    # Every attribute name and every string constant: what it may read of an object.
+    # Every attribute name, and every string that is no mere key: what it may read of an object.
     attributes: set[str] = field(default_factory=set)
     # Attributes among them of which it reads keys alone: see `Read.keys`.
     keys: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
@@ -136,7 +139,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     if not _OF_SETTINGS.isdisjoint(code.co_names):
         names.attributes.add(READS_SETTINGS)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
-    _collect_constants(constants, names, own_cells, whole)
+    _collect_constants(constants, names, own_cells, whole, mere_keys(code))
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
@@ -164,17 +167,19 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
 
 
 def _collect_constants(
-    constants: tuple, names: Names, own_cells: set[str], whole: set[str]
+    constants: tuple, names: Names, own_cells: set[str], whole: set[str], keys: Container[Any]
 ) -> None:
     for constant in constants:
         if isinstance(constant, CodeType):
             _collect(constant, names, own_cells, whole)
         elif isinstance(constant, str) and constant.isidentifier():
-            names.attributes.add(constant)
+            if constant not in keys:
+                names.attributes.add(constant)
             names.accessed.add(constant)
             whole.add(constant)
         elif isinstance(constant, tuple):
-            _collect_constants(constant, names, own_cells, whole)
+            as_keys = constant if constant in keys else ()
+            _collect_constants(constant, names, own_cells, whole, as_keys)
 
 
 def _collect_builtin(

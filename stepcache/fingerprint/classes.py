@@ -19,10 +19,21 @@ from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
 from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
-from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS, SHOWS_ARGUMENTS, SHOWS_NAMESPACES
-from stepcache.fingerprint.held import CONTAINERS
-from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
-from stepcache.fingerprint.tokens import container_text, digest, plain_text, qualified_name
+from stepcache.fingerprint.bytecode import (
+    DYNAMIC_ACCESS,
+    SHOWS_ARGUMENTS,
+    SHOWS_NAMESPACES,
+    names_of,
+)
+from stepcache.fingerprint.held import CONTAINERS, function_in
+from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_file
+from stepcache.fingerprint.tokens import (
+    attribute_of,
+    container_text,
+    digest,
+    plain_text,
+    qualified_name,
+)
 from stepcache.fingerprint.trail import Trail, entering, making
 from stepcache.jaxcompat import inspection
 
@@ -154,6 +165,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
             continue
         path = f"{name}.{attribute}"
+        _note_method_of_others(walk, attribute, value)
         if selective and attribute in _CONSTRUCTORS:
             walk.when_named(making(name), path, value)
         elif attribute in generated:
@@ -250,6 +262,36 @@ def _registered(cls: abc.ABCMeta, also_of_libraries: bool = False) -> set[str]:
     for subclass in type.__subclasses__(cls):
         found |= _registered(subclass, also_of_libraries)
     return found
+
+
+def _note_method_of_others(walk: Trail, name: str, method: Any) -> None:
+    """Notes what a package's method reads of objects of the user's whose class does not inherit it.
+
+    It may have been put into that class under a name, as `__getitem__` of chex's mappable
+    dataclasses, which takes keys for names of attributes.
+    """
+    function = function_in(method)
+    if function is None:
+        takes_any = attribute_of(method, "__name__") == "__getattribute__"
+    else:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is None or origin_of_file(code.co_filename) != INSTALLED:
+            return
+        walk.read_attributes(names_of(code).attributes)
+        takes_any = names_of(code).is_dynamic
+    if takes_any and name in _LOOK_UPS:
+        walk.reads_any_attribute()
+
+
+def note_unbound_method(walk: Trail, cls: Any, attributes: list[str]) -> None:
+    """Notes what a method reads if it is asked of a package's class: `Average.compute(config)`."""
+    if attributes and issubclass(type(cls), type):
+        method = inspect.getattr_static(cls, attributes[0], None)
+        if type(method) is types.FunctionType:
+            _note_method_of_others(walk, "", method)
+
+
+_LOOK_UPS = ("__getitem__", "__contains__", "get", "pop", "setdefault")
 
 
 def follow_library_class(walk: Trail, cls: type) -> None:

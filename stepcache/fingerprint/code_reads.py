@@ -27,7 +27,11 @@ from stepcache.fingerprint.bytecode import (
 from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.compiled_calls import why_call_is_impure
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
-from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, instructions_of
+from stepcache.fingerprint.instructions import (
+    LOADS_ATTRIBUTE,
+    instructions_of,
+    mere_keys,
+)
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -160,14 +164,18 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     strings = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     if (module or "").partition(".")[0] == "stepcache":  # It asks no object of the user's.
         return _Read(code, module, found, set(), set())
+    is_jaxs = inspection.asks_for_known_names(code.co_filename)
+    is_asking = not _ASKING.isdisjoint(code.co_names)
+    keys = mere_keys(code) if is_asking and not is_jaxs else set()
     if MATCH_CLASS in code.co_code[::2]:
         tuples = (each for each in code.co_consts if isinstance(each, tuple))
         strings.update(each for names in tuples for each in names if isinstance(each, str))
+        keys = set()
     named = {*code.co_names, *strings}
-    asked_for = set() if _ASKING.isdisjoint(code.co_names) else strings.copy()
+    asked_for = strings - keys if is_asking else set()
     if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
         asked_for |= _asked_for_by_others(code)
-    if inspection.asks_for_known_names(code.co_filename):
+    if is_jaxs:
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
     draws: list[str] = []
@@ -228,8 +236,9 @@ def _may_be_of_the_users(
 ) -> bool:
     """Whether code that has this name, or string, may read such an attribute of a user's object.
 
-    It does not where it reads a global, an attribute of an installed module or of a class in one
-    (`ir.Location.file`), or one of `self` in a class of JAX or numpy, such as the `start_time` with
+    It does not where the string is a mere key, or that of a framework which does not ask by it;
+    where it reads a global, an attribute of an installed module or of a class in one
+    (`ir.Location.file`); or one of `self` in a class of a framework, such as the `start_time` with
     which JAX measures how long it traces: of an object whose class inherits from theirs, all
     attributes are noted.
     """
@@ -240,11 +249,11 @@ def _may_be_of_the_users(
         isinstance(each, tuple) and name in each for each in code.co_consts
     ):
         return True
-    if name in code.co_consts:
+    may_ask = package not in _FRAMEWORKS or not _ASKING.isdisjoint(code.co_names)
+    if may_ask and name in code.co_consts and name not in mere_keys(code):
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
-    is_method = package in ("jax", "numpy")
-    is_method = is_method and code.co_varnames[: code.co_argcount][:1] == ("self",)
+    is_method = package in _FRAMEWORKS and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
     for instruction in instructions_of(code):
         operation, argument = instruction.opname, instruction.argval

@@ -23,7 +23,7 @@ from stepcache.fingerprint.bytecode import (
     names_of,
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
-from stepcache.fingerprint.classes import is_foreign, is_generated
+from stepcache.fingerprint.classes import is_foreign, is_generated, note_unbound_method
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.library_modules import note_all_names, note_library_module
@@ -215,6 +215,7 @@ def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
             return
     if isinstance(value, _NAMED) and origin_of(value) != USER:
         walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
+        note_unbound_method(walk, value, remaining)
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
     keys = read.keys if remaining in ([], ["get"]) else ()
@@ -227,6 +228,7 @@ def _note_library_value(
     """Something found in a module of a library, by its name there."""
     if origin_of_module(module.__name__) == INSTALLED:
         walk.distribution(module.__name__)
+    note_unbound_method(walk, value, attributes)
     if value is os.environ or value is os.environb or path == "sys.path":
         return  # What is read of it is recorded.
     if value is sys.modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import re
 from types import CodeType
+from typing import Any
 
 LOADS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 LOADS_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -63,3 +64,53 @@ def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
     while instructions[end].opname in LOADS_ATTRIBUTE:
         end += 1
     return end
+
+
+def mere_keys(code: CodeType) -> set[Any]:
+    """The constants that code only compares, or uses as keys: `batch["image"]`, `{"params": p}`.
+
+    They are not names of attributes that the code asks for. A class that takes a key for the name
+    of an attribute has code of its own, which asks by computed names. The keys of a dictionary that
+    is written out are one constant, a tuple.
+    """
+    instructions = list(dis.get_instructions(code))
+    keys: set[Any] = set()
+    others: set[Any] = set()
+    for index, each in enumerate(instructions):
+        if each.opname == "LOAD_CONST" and type(each.argval) in (str, tuple):
+            (keys if _is_key(instructions, index) else others).add(each.argval)
+    return keys - others
+
+
+def _is_key(instructions: list[dis.Instruction], index: int) -> bool:
+    """Whether what the constant at `index` is taken from the stack for is such a use."""
+    before = instructions[max(0, index - 1)]
+    if before.opname in LOADS_ATTRIBUTE and before.argval in _METHODS_BY_KEY:
+        following = instructions[index + 1 : index + 4]
+        called = [each for each in following if each.opname in ("CALL", "PRECALL")]
+        return bool(called) and called[0].arg in (1, 2)
+    above = 0  # How many values lie above it.
+    for each in instructions[index + 1 :]:
+        if each.opcode in _JUMPS or each.opname in ("SWAP", "COPY"):
+            return False
+        now = above + dis.stack_effect(each.opcode, each.arg, jump=False)
+        if now <= above and now <= 0:
+            return _is_use_as_key(each, above)
+        above = now
+    return False
+
+
+def _is_use_as_key(user: dis.Instruction, above: int) -> bool:
+    if user.opname == "BUILD_MAP":
+        return above % 2 == 1
+    if user.opname == "COMPARE_OP":
+        return True
+    if user.opname == "CONTAINS_OP":
+        return above == 1
+    is_subscript = user.opname == "BINARY_OP" and user.argrepr == "[]"
+    return above == 0 and (is_subscript or user.opname in _BY_KEY)
+
+
+_BY_KEY = frozenset(("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "BUILD_CONST_KEY_MAP"))
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_METHODS_BY_KEY = frozenset(("get", "pop", "setdefault"))

@@ -60,15 +60,16 @@ def container_text(value: Any, depth: int = 3) -> str | None:
 
 def random_state(value: Any) -> str | None:
     """The state of a generator of random numbers, which says what it will give next, or None."""
-    if any(value is each for each in _OF_THE_PROCESS) or isinstance(value, random.SystemRandom):
+    kind = type(value)  # An object may answer for its class by what it does not show.
+    if any(value is each for each in _OF_THE_PROCESS) or issubclass(kind, random.SystemRandom):
         return "not its own"  # Where a trace draws from it, the recording says so.
-    if isinstance(value, np.random.Generator):
-        value = value.bit_generator
-    if isinstance(value, np.random.BitGenerator):
+    if issubclass(kind, np.random.Generator):
+        return _state_text(value.bit_generator.state)
+    if issubclass(kind, np.random.BitGenerator):
         return _state_text(value.state)
-    if isinstance(value, np.random.RandomState):
+    if issubclass(kind, np.random.RandomState):
         return _state_text(value.get_state())
-    if isinstance(value, random.Random):
+    if issubclass(kind, random.Random):
         return _state_text(random.Random.getstate(value))
     return None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutations import changes, fields, frameworks, harmless, hidden, python_library
+from mutations import changes, fields, frameworks, harmless, hidden, keys, python_library
 
 import stepcache
 
@@ -27,6 +27,7 @@ CHANGES = [
     *hidden.IN_CLASSES,
     *hidden.OF_THE_PROCESS,
     *fields.FIELDS,
+    *keys.KEYS,
     *python_library.SHOWN_OR_COMPARED,
     *python_library.READ_BY_IT,
     *python_library.KEPT_BY_IT,

@@ -1,0 +1,129 @@
+"""Trainers that keep their weights in attributes, save them, and go on with them when run again."""
+
+import functools
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import stepcache as sc
+import stepcache.nnx
+
+SAVED = Path("saved")
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
+
+
+class Trainer:
+    """Its step takes what it also keeps as `params`, `opt_state` and `rng`."""
+
+    def __init__(self):
+        self.model = Network()
+        self.tx = optax.adam(0.01)
+        self.rng = jax.random.key(0)
+        self.params = restored("trainer", self.model.init(self.rng, jnp.ones((1, 4))))
+        self.opt_state = self.tx.init(self.params)
+        self.epoch, self.best = len([*SAVED.glob("*")]), float("inf")
+
+    @functools.partial(sc.step, static_argnums=0)
+    def train_step(self, params, opt_state, batch):
+        def loss_fn(params):
+            logits = self.model.apply({"params": params["params"]}, batch["obs"])
+            return jnp.mean((logits - batch["target"]) ** 2 * batch.get("mask", 1.0))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def fit(self, batches):
+        for batch in batches:
+            self.params, self.opt_state, loss = self.train_step(self.params, self.opt_state, batch)
+            self.best = min(self.best, float(loss))
+        save("trainer", self.params)
+
+
+class Agent:
+    """Two sets of weights, a replay buffer, and an update that is a bound method."""
+
+    def __init__(self, discount=0.9):
+        self.net, self.tx, self.discount = Network(), optax.sgd(0.01), discount
+        self.params = restored("agent", self.net.init(jax.random.key(1), jnp.ones((1, 4))))
+        self.target_params = self.params
+        self.obs = draw(16, 4)
+        self.update = sc.step(self._update)
+
+    def _update(self, params, target_params, batch):
+        def loss_fn(params):
+            target = self.discount * self.net.apply(target_params, batch["next"])
+            return jnp.mean((self.net.apply(params, batch["obs"]) - target) ** 2)
+
+        updates, _ = self.tx.update(jax.grad(loss_fn)(params), self.tx.init(params))
+        return optax.apply_updates(params, updates)
+
+    def fit(self):
+        batch = {"obs": self.obs[:8], "next": self.obs[8:]}
+        for _ in range(3):
+            self.params = self.update(self.params, self.target_params, batch)
+        save("agent", self.params)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class ModuleTrainer:
+    """The same with modules of nnx, and with a counter that has the name of the optimizer's."""
+
+    def __init__(self):
+        self.model = Mlp(nnx.Rngs(2))
+        nnx.update(self.model, restored("modules", nnx.state(self.model)))
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.01), wrt=nnx.Param)
+        self.step, self.opt_state = jnp.int32(self.model.layer.kernel[0, 0] * 1000), None
+        self.train_step = stepcache.nnx.step(self._train_step)
+
+    def _train_step(self, model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def fit(self, x):
+        for _ in range(3):
+            self.train_step(self.model, self.optimizer, x)
+            self.step += 1
+        save("modules", nnx.state(self.model))
+
+
+def save(name, weights):
+    SAVED.mkdir(exist_ok=True)
+    np.savez(SAVED / name, *map(np.asarray, jax.tree.leaves(weights)))
+
+
+def restored(name, weights):
+    if not (SAVED / f"{name}.npz").exists():
+        return weights
+    leaves = [jnp.asarray(each) for each in np.load(SAVED / f"{name}.npz").values()]
+    return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+
+
+def draw(*shape):
+    return np.random.default_rng().normal(size=shape).astype(np.float32)
+
+
+if __name__ == "__main__":
+    trainer = Trainer()
+    trainer.fit([{"obs": draw(8, 4), "target": draw(8, 2)} for _ in range(3)])
+    Agent().fit()
+    ModuleTrainer().fit(draw(8, 4))
+    print("a loss:", trainer.best > 0)
