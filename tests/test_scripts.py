@@ -199,7 +199,8 @@ def test_a_trainer_that_holds_its_step(tmp_path):
 def test_trainers_that_go_on_with_saved_weights(tmp_path):
     """What they keep has other values in each run; their steps read none of it."""
     script = Script("trainer_resumes", tmp_path)
-    built_once_then_loaded(script, "train_step", "_update", "_train_step", runs=3)
+    steps = ("train_step", "_update", "_train_step", "_update_state")
+    built_once_then_loaded(script, *steps, runs=3)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from stepcache.fingerprint.bytecode import (
     SHOWS_NAMESPACES,
     names_of,
 )
+from stepcache.fingerprint.callers import OF_EQUINOX
 from stepcache.fingerprint.held import CONTAINERS, function_in
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import (
@@ -168,12 +169,16 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         _note_method_of_others(walk, attribute, value)
         if selective and attribute in _CONSTRUCTORS:
             walk.when_named(making(name), path, value)
+            walk.when_named(entering(path), path, value)  # As `dataclasses.replace` enters it.
         elif attribute in generated:
             walk.when_named(entering(path), path, value)
         elif attribute.startswith(of_packages) or (
             selective and (attribute in _OF_FIELDS or not is_special(attribute))
         ):
             walk.when_named(attribute, path, value)
+        elif type(value) is classmethod and not selective:  # Plain classes alone wait to be called.
+            walk.note(path, "classmethod")
+            walk.value(f"{path}.__func__", value.__func__)
         else:
             walk.value(path, value)
 
@@ -213,6 +218,13 @@ def is_generated(function: Any) -> bool:
     )
 
 
+def is_of_fields(function: types.FunctionType) -> bool:
+    """Whether a generated function does no more than to store or to return all fields."""
+    if function.__code__.co_filename.startswith(OF_EQUINOX):
+        return True  # Of its modules, all fields are noted anyway.
+    return function.__name__ == "__init__" and is_generated(function)
+
+
 def _properties_among_fields(cls: type) -> list[str]:
     """The fields that a generated `__init__` does not merely store."""
     fields = vars(cls).get("__dataclass_fields__") or ()
@@ -250,7 +262,7 @@ def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
 
 
 # They run when an instance is made. One that is there already does not need them.
-_CONSTRUCTORS = ("__init__", "__new__")
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__attrs_post_init__")
 
 
 def _registered(cls: abc.ABCMeta, also_of_libraries: bool = False) -> set[str]:

@@ -23,7 +23,7 @@ from stepcache.fingerprint.bytecode import (
     names_of,
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
-from stepcache.fingerprint.classes import is_foreign, is_generated, note_unbound_method
+from stepcache.fingerprint.classes import is_foreign, is_of_fields, note_unbound_method
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.library_modules import note_all_names, note_library_module
@@ -99,7 +99,7 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
         _note_all_names(walk, _module_asked(function, asked))
     if "isEnabledFor" in names.loads or "getEffectiveLevel" in names.loads:
         walk.read_attributes((_ASKING_LOGGERS,))
-    if not (function.__name__ == "__init__" and is_generated(function)):  # It stores fields only.
+    if not is_of_fields(function):
         walk.add_names(names)
 
 

@@ -1,8 +1,11 @@
 """Trainers that keep their weights in attributes, save them, and go on with them when run again."""
 
+import dataclasses
 import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -105,6 +108,44 @@ class ModuleTrainer:
         save("modules", nnx.state(self.model))
 
 
+class State(NamedTuple):
+    params: Any
+    step: Any
+
+
+@dataclasses.dataclass
+class StateTrainer:
+    """A dataclass that keeps its weights in a named tuple and in a module of equinox."""
+
+    rate: float = 0.1
+    state: Any = None
+
+    def __post_init__(self):
+        self.model = restored("states", Affine(jnp.ones((4, 2)), jnp.zeros(2)))
+        self.state = State(self.model, jnp.int32(len(list(SAVED.glob("*")))))
+        self.update_state = sc.step(self._update_state)
+
+    def _update_state(self, state, batch):
+        grads = jax.grad(lambda model: jnp.mean((model(batch["obs"]) - batch["target"]) ** 2))(
+            state.params
+        )
+        params = jax.tree.map(lambda each, grad: each - self.rate * grad, state.params, grads)
+        return State(params, state.step + 1)
+
+    def fit(self, batch):
+        for _ in range(3):
+            self.state = self.update_state(self.state, batch)
+        save("states", self.state.params)
+
+
+class Affine(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight + self.bias
+
+
 def save(name, weights):
     SAVED.mkdir(exist_ok=True)
     np.savez(SAVED / name, *map(np.asarray, jax.tree.leaves(weights)))
@@ -126,4 +167,5 @@ if __name__ == "__main__":
     trainer.fit([{"obs": draw(8, 4), "target": draw(8, 2)} for _ in range(3)])
     Agent().fit()
     ModuleTrainer().fit(draw(8, 4))
+    StateTrainer().fit({"obs": draw(8, 4), "target": draw(8, 2)})
     print("a loss:", trainer.best > 0)
