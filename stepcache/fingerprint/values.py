@@ -102,7 +102,8 @@ def note_builtin(walk: Trail, path: str, value: Any) -> None:
     name = getattr(value, "__qualname__", value.__name__)
     if value.__name__ in DYNAMIC_ACCESS:
         walk.reads_any_attribute()
-    if owner is None or isinstance(owner, types.ModuleType):
+    is_slot = type(value) is types.MethodWrapperType  # As `__getattribute__` of a module.
+    if owner is None or (isinstance(owner, types.ModuleType) and not is_slot):
         opened_files.watch_before_call(value)
         module = getattr(value, "__module__", None) or "builtins"
         walk.check_pure(path, f"{module}.{name}")

@@ -130,6 +130,33 @@ def read(given):
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
 
 
+def test_a_package_may_make_attributes_of_keys(install, tmp_path):
+    package = """
+    def mappable(cls):
+        def __getitem__(self, key): return self.__dict__[key]
+        cls.__getitem__ = __getitem__
+        return cls
+    """
+    install("read_pkg", {"__init__.py": package})
+    source = """
+    import read_pkg
+
+    @read_pkg.mappable
+    class Config:
+        def __init__(self): self.rate = 2
+
+    config = Config()
+
+    @sc.step
+    def step(x): return x * 0 + 2 * np.arange(3) * config["rate"] / config["rate"]
+    """
+    start(source, "read_pkg", tmp_path)
+    assert levels(start(source, "read_pkg", tmp_path)) == WITHOUT_A_TRACE
+    edited = start(source.replace("self.rate = 2", "self.rate = 4"), "read_pkg", tmp_path)
+    assert levels(edited)[0] == 1
+    assert "config.rate" in str(edited.step.last_miss)
+
+
 @pytest.mark.parametrize(
     ("imported", "drawn"),
     [

@@ -53,6 +53,19 @@ KEYS += [
         "CONFIG",
     ),
     Kind(
+        "attribute_of_a_module_by_a_key",
+        """
+        import types
+        MODULE = types.ModuleType("of_the_user")
+        MODULE.rate = «2.0¦3.0»
+        class Holder: pass
+        holder = Holder()
+        holder.get = MODULE.__getattribute__
+        def step(x): return x * holder.get("rate")
+        """,
+        "rate",
+    ),
+    Kind(
         "attribute_by_the_equality_of_a_key",
         """
         class Key:
