@@ -73,11 +73,17 @@ def mere_keys(code: CodeType) -> set[Any]:
     of an attribute has code of its own, which asks by computed names. The keys of a dictionary that
     is written out are one constant, a tuple.
     """
+    pairs = zip(code.co_code[::2], code.co_code[1::2], strict=True)
+    if not any(
+        op == _EXTENDED or (op == _CONSTANT and type(code.co_consts[arg]) in _KEYS)
+        for op, arg in pairs
+    ):
+        return set()  # As of most code, and to look at instructions takes long.
     instructions = list(dis.get_instructions(code))
     keys: set[Any] = set()
     others: set[Any] = set()
     for index, each in enumerate(instructions):
-        if each.opname == "LOAD_CONST" and type(each.argval) in (str, tuple):
+        if each.opcode == _CONSTANT and type(each.argval) in _KEYS:
             (keys if _is_key(instructions, index) else others).add(each.argval)
     return keys - others
 
@@ -111,6 +117,8 @@ def _is_use_as_key(user: dis.Instruction, above: int) -> bool:
     return above == 0 and (is_subscript or user.opname in _BY_KEY)
 
 
+_CONSTANT, _EXTENDED = dis.opmap["LOAD_CONST"], dis.opmap["EXTENDED_ARG"]
+_KEYS = (str, tuple)
 _BY_KEY = frozenset(("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "BUILD_CONST_KEY_MAP"))
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _METHODS_BY_KEY = frozenset(("get", "pop", "setdefault"))
