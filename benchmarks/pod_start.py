@@ -53,8 +53,9 @@ def start(rank: int, address: str):
     from jax.sharding import AxisType
 
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, RANKS, rank)
-    return jax, jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
+    ranks = int(os.environ["RANKS"])
+    jax.distributed.initialize(address, ranks, rank)
+    return jax, jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def work(way: str, layers: int, rank: int, address: str, directory: str) -> None:
@@ -76,7 +77,7 @@ def work(way: str, layers: int, rank: int, address: str, directory: str) -> None
         )
 
     state = spread(jax.tree.map(np.asarray, make_state(layers)), PartitionSpec())
-    batch = spread(make_batch(BATCH // RANKS), PartitionSpec("data"))
+    batch = spread(make_batch(BATCH // jax.process_count()), PartitionSpec("data"))
     if way == "jax":
         step = jax.jit(train_step, donate_argnames="state")
     elif way == "hand":
@@ -139,15 +140,16 @@ def agree(rank: int, address: str) -> None:
 # ---- around them -------------------------------------------------------------------------------
 
 
-def run(arguments: list[str], directory: Path | None) -> list[dict]:
+def run(arguments: list[str], directory: Path | None, ranks: int) -> list[dict]:
     """One fresh pod; what its processes printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     processes, handed = [], tempfile.TemporaryDirectory()
-    for rank in range(RANKS):
+    for rank in range(ranks):
         own = str(directory / str(rank)) if directory is not None else "off"
         environment = dict(os.environ, STEPCACHE_DIR=own, JAX_PLATFORMS="cpu", NPROC="4")
+        environment["RANKS"] = str(ranks)
         command = [sys.executable, "-m", "benchmarks.pod_start", *arguments]
         command += ["--rank", str(rank), "--address", address]
         command += ["--directory", handed.name]
@@ -169,33 +171,36 @@ def run(arguments: list[str], directory: Path | None) -> list[dict]:
     ]
 
 
-def starts(layers: int, rounds: int) -> tuple[list[Row], dict]:
+def starts(layers: int, rounds: int, ranks: int) -> tuple[list[Row], dict]:
     """The contenders in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     details = {}
     with tempfile.TemporaryDirectory() as root:
-        run(["--work", "stepcache", "--layers", str(layers)], Path(root))  # Fills the directories.
+        fill = ["--work", "stepcache", "--layers", str(layers)]
+        run(fill, Path(root), ranks)
         for _ in range(rounds):
             for name, (way, stored) in CONTENDERS.items():
                 arguments = ["--work", way, "--layers", str(layers)]
-                ranks = run(arguments, Path(root) if stored == "own" else None)
-                assert len({each["loss"] for each in ranks}) == 1
-                seconds[name].append(max(each["seconds"] for each in ranks))
-                details[name] = ranks
+                found = run(arguments, Path(root) if stored == "own" else None, ranks)
+                assert len({each["loss"] for each in found}) == 1
+                seconds[name].append(max(each["seconds"] for each in found))
+                details[name] = found
     rows = []
     for name, times in seconds.items():
         low, middle, high = quartiles(times)
         ratio_low, ratio, ratio_high = quartiles(
             [a / b for a, b in zip(times, seconds[PEER], strict=True)]
         )
-        case = f"{layers} layers, {RANKS} processes"
+        case = f"{layers} layers, {ranks} processes"
         rows.append(Row(case, name, middle, low, high, ratio, ratio_low, ratio_high))
     return rows, details
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one small case, one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="one small case of two processes, once"
+    )
     parser.add_argument(
         "--work", choices=("jax", "hand", "stepcache", "agree"), help=argparse.SUPPRESS
     )
@@ -214,10 +219,10 @@ def main() -> None:
 
 def report(quick: bool) -> None:
     """Runs everything, and prints and writes it."""
-    rounds = 1 if quick else 7
-    rows, details = starts(1 if quick else 12, rounds)
-    show("first call to its result, the last of four processes", rows)
-    taken = run(["--work", "agree"], None)
+    rounds, ranks = (1, 2) if quick else (7, RANKS)
+    rows, details = starts(1 if quick else 12, rounds, ranks)
+    show(f"first call to its result, the last of {ranks} processes", rows)
+    taken = run(["--work", "agree"], None, ranks)
     # Of the process that comes last: the others wait for it, too.
     agreements = [min(each) for each in zip(*(rank["seconds"] for rank in taken), strict=True)]
     figures = {

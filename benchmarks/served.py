@@ -290,9 +290,7 @@ def main() -> None:
             return actor_worker(name, int(options.worker[1]))
         return stepcache_worker(options.worker[0], int(options.worker[1]))
     settings = {"rounds": 2, "sample_seconds": 0.1} if options.quick else SETTINGS
-    sizes, workers = (
-        (["scalar", "32 rows of 1 GB"], [1]) if options.quick else (list(SIZES), WORKERS)
-    )
+    sizes, workers = (["32 rows of 1 GB"], [1]) if options.quick else (list(SIZES), WORKERS)
     sizes = [name for name in sizes if options.only in name]
     cases = [(name, count, False) for name in sizes for count in workers]
     cases += [(name, count, True) for name in sizes for count in workers if SIZES[name] >= 25 << 20]
