@@ -235,17 +235,15 @@ def test_cells_of_a_notebook(tmp_path):
 
 @pytest.mark.slow
 def test_options_of_the_command_line(tmp_path):
-    """What decides whether a program is loaded is named, and never compiled twice.
+    """What decides whether a program is loaded is named; other options do not matter.
 
-    The step asks `jax.nn` for an activation by name, so it may ask the options for any of theirs.
+    Although the step asks `jax.nn` for an activation by name: it asks a module, not the options.
     """
     script = Script("command_line", tmp_path)
     default = script.run()
     assert default.how == ["compiled"] * 2, shown(default)
     renamed = script.run("--run-name", "second try", "--steps", "11")
-    assert renamed.how == ["traced"] * 2, shown(renamed)
-    for program in renamed.programs:
-        assert "args.run_name: 'untitled' → 'second try'" in program["miss"], shown(renamed)
+    assert renamed.how == ["loaded"] * 2, shown(renamed)
     assert renamed.output.startswith(default.output)
     slower = script.run("--lr", "0.01")
     assert slower.how == ["compiled"] * 2, shown(slower)

@@ -26,8 +26,9 @@ from stepcache.fingerprint.bytecode import (
     names_of,
 )
 from stepcache.fingerprint.callers import OF_EQUINOX
+from stepcache.fingerprint.code_reads import ASK_THEIR_OWN
 from stepcache.fingerprint.held import CONTAINERS, function_in
-from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_file
+from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_file, package_of
 from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
@@ -289,7 +290,10 @@ def _note_method_of_others(walk: Trail, name: str, method: Any) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or origin_of_file(code.co_filename) != INSTALLED:
             return
-        walk.read_attributes(names_of(code).attributes)
+        if (
+            package_of(code.co_filename) in ASK_THEIR_OWN
+        ):  # Of others, a recording sees what they read.
+            walk.read_attributes(names_of(code).attributes)
         takes_any = names_of(code).is_dynamic
     if takes_any and name in _LOOK_UPS:
         walk.reads_any_attribute()

@@ -173,7 +173,7 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
         keys = set()
     named = {*code.co_names, *strings}
     asked_for = strings - keys if is_asking else set()
-    if is_pythons or package_of(code.co_filename) not in _FRAMEWORKS:
+    if is_pythons or package_of(code.co_filename) not in ASK_THEIR_OWN:
         asked_for |= _asked_for_by_others(code)
     if is_jaxs:
         named &= inspection.ASKED_BY_JAX
@@ -221,10 +221,11 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
 # These packages read a `name` of objects of their own classes alone: of types of numbers, of
 # parameters of functions. Users have such an attribute for that of a run.
 _NAMED_BY_THEMSELVES = frozenset(("numpy", "flax", "optax"))
-_FRAMEWORKS = TRUSTED | frozenset(
+ASK_THEIR_OWN = TRUSTED | frozenset(
     "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
     "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
 )
+"""Packages that ask objects of their own classes alone, where they ask by computed names."""
 
 
 _ASKING = frozenset(("getattr", "hasattr"))
@@ -249,11 +250,11 @@ def _may_be_of_the_users(
         isinstance(each, tuple) and name in each for each in code.co_consts
     ):
         return True
-    may_ask = package not in _FRAMEWORKS or not _ASKING.isdisjoint(code.co_names)
+    may_ask = package not in ASK_THEIR_OWN or not _ASKING.isdisjoint(code.co_names)
     if may_ask and name in code.co_consts and name not in mere_keys(code):
         return True
     space = vars(sys.modules[module]) if module in sys.modules else {}
-    is_method = package in _FRAMEWORKS and code.co_varnames[: code.co_argcount][:1] == ("self",)
+    is_method = package in ASK_THEIR_OWN and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
     for instruction in instructions_of(code):
         operation, argument = instruction.opname, instruction.argval
