@@ -30,6 +30,7 @@ from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read
 from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
     instructions_of,
+    is_for_call,
     mere_keys,
 )
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
@@ -262,7 +263,7 @@ def _may_be_of_the_users(
             return True
         is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
         is_read = instruction.opcode in dis.hasname and operation not in _NO_ATTRIBUTE
-        is_read = is_read and (can_be_called or not _is_for_call(instruction))
+        is_read = is_read and (can_be_called or not is_for_call(instruction))
         if argument == name and is_read and not is_known:
             return True
         if operation == "LOAD_GLOBAL":
@@ -280,12 +281,6 @@ def _owner(value: Any) -> types.ModuleType | type | None:
     """Returns a value whose attributes are not those of a user's object, or None."""
     is_class = issubclass(type(value), type) and origin_of(value) == INSTALLED
     return value if is_class or type(value) is types.ModuleType else None
-
-
-def _is_for_call(instruction: dis.Instruction) -> bool:
-    """Whether an attribute is loaded to be called at once."""
-    is_marked = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
-    return instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and is_marked)
 
 
 _NO_ATTRIBUTE = frozenset("LOAD_GLOBAL LOAD_NAME STORE_ATTR STORE_GLOBAL IMPORT_NAME".split())

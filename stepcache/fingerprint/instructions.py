@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+import sys
 from types import CodeType
 from typing import Any
 
@@ -66,6 +67,12 @@ def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
     return end
 
 
+def is_for_call(instruction: dis.Instruction) -> bool:
+    """Whether an attribute is loaded to be called at once."""
+    is_marked = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and is_marked)
+
+
 def mere_keys(code: CodeType) -> set[Any]:
     """The constants that code only compares, or uses as keys: `batch["image"]`, `{"params": p}`.
 
@@ -91,7 +98,7 @@ def mere_keys(code: CodeType) -> set[Any]:
 def _is_key(instructions: list[dis.Instruction], index: int) -> bool:
     """Whether what the constant at `index` is taken from the stack for is such a use."""
     before = instructions[max(0, index - 1)]
-    if before.opname in LOADS_ATTRIBUTE and before.argval in _METHODS_BY_KEY:
+    if is_for_call(before) and before.argval in _METHODS_BY_KEY:
         following = instructions[index + 1 : index + 4]
         called = [each for each in following if each.opname in ("CALL", "PRECALL")]
         return bool(called) and called[0].arg in (1, 2)

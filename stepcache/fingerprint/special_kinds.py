@@ -191,8 +191,8 @@ _SPECIAL_PACKAGES = frozenset(
     ("jax", "jaxlib", "stepcache", "absl", "random", "os", "typing", *_BY_REPR_MODULES)
 )
 _SPECIAL_CLASSES: tuple[Any, ...] = (
-    *(np.ndarray, np.generic, np.dtype, np.random.RandomState, np.random.Generator, np.ufunc),
-    np.random.BitGenerator,
+    *(np.ndarray, np.generic, np.dtype, np.ufunc),
+    *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
     *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
     *(enum.Enum, PurePath, logging.Logger, ContextVar, _TEXT, _REMEMBERING),

@@ -265,6 +265,32 @@ def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
 
 
 @pytest.mark.parametrize(
+    ("text", "is_name"),
+    [
+        ("x['rate']", False),
+        ("x['rate'].rate2", False),
+        ("'rate' in x", False),
+        ("x == 'rate' or 'rate' != x", False),
+        ("{'rate': x.y(1)}", False),
+        ("{'a': x, 'rate': x.y(1), 'c': 3}", False),
+        ("x.get('rate') + x.pop('rate', None)", False),
+        ("{'a': 'rate'}", True),
+        ("x in 'rate'", True),
+        ("'rate'[x]", True),
+        ("x.find('rate')", True),
+        ("x(x.get, 'rate')", True),
+        ("getattr(x.get, 'rate')", True),
+        ("x['rate'], x('rate')", True),
+        ("['rate'], ('rate', 'a')", True),
+        ("x(rate=1)", True),
+    ],
+)
+def test_a_mere_key_is_no_name_of_an_attribute(text, is_name):
+    found = names_of(compiled(f"def f(x): return {text}")).attributes
+    assert ("rate" in found) == is_name
+
+
+@pytest.mark.parametrize(
     ("text", "module", "may_be"),
     [
         ("x.rate()", "jax._src.core", "if it can be called"),

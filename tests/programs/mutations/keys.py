@@ -3,7 +3,6 @@
 from .kinds import Kind
 
 _CLASS = """
-        import argparse, functools, operator
         class Config:
             def __init__(self): self.rate, self.other = «2.0¦3.0», 1.0
             {method}
