@@ -9,8 +9,10 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Most of a test's time is XLA's, which compiles small programs that run once or twice.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Most of a test's time is XLA's, which compiles small programs that run once or twice. It would
+    # split each in parts for all threads.
+    quickly = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", quickly)
 os.environ["STEPCACHE_DIR"] = "off"  # What is kept on disk is a test's own affair.
 os.environ["STEPCACHE_REMOTE"] = "off"
 # Processes that tests start keep the bytecode of stepcache's modules, as those of users do.
@@ -80,7 +82,8 @@ def one_device_mesh():
 def pytest_configure(config):
     """XLA's older emitters for fusions compile in half the time, where jaxlib still has them."""
     flags, has_them = os.environ.get("XLA_FLAGS", ""), version("jaxlib").startswith("0.10.")
-    if flags == "--xla_backend_optimization_level=0" and has_them and not slow_is_asked_for(config):
+    quickly = flags.startswith("--xla_backend_optimization_level=0")
+    if quickly and has_them and not slow_is_asked_for(config):
         os.environ["XLA_FLAGS"] = f"{flags} {OLDER_EMITTERS}"
 
 

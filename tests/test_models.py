@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*, an nnx module:stepcache.StepCacheWarning")
 X = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
 
 
