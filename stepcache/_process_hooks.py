@@ -47,16 +47,11 @@ class _Switching(Shared):
 _switching = _Switching()
 
 
-def switch_quickly(undoing: Undoing) -> None:
-    """Has Python switch between threads often, until the last user leaves or other code sets it."""
-    undoing.use(_switching)
-
-
 @contextlib.contextmanager
 def quick_switching() -> Iterator[None]:
-    """Context manager in which `switch_quickly` holds."""
+    """Has Python switch between threads often, until the last user leaves or other code sets it."""
     with Undoing() as undoing, undoing:
-        switch_quickly(undoing)
+        undoing.use(_switching)
         yield
 
 

@@ -137,7 +137,7 @@ def _of_modules_not_loaded(recorded: dict[str, str]) -> set[str]:
     """The dependencies about names in modules that this process has not imported."""
     modules = {name.removeprefix(NAMES_OF) for name in recorded if name.startswith(NAMES_OF)}
     modules |= {name.removeprefix(IMPORTED) for name in recorded if name.startswith(IMPORTED)}
-    return names_about(modules - sys.modules.keys(), recorded)
+    return names_about({each for each in modules if each not in sys.modules}, recorded)
 
 
 def names_about(modules: Set[str], dependencies: Iterable[str]) -> set[str]:

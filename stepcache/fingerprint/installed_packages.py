@@ -55,23 +55,53 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
     with _lock:
         if names:
             look_again()
-        for name in modules:
-            content = content_of(name)
-            walk.once(f"module {name}", content.digest)
-            if content.written_ns > PROCESS_BEGAN_NS and name in sys.modules:
-                walk.blame(f"module {name}", "its file was written to since this process began")
-            walk.distribution(name)
-            package = name.partition(".")[0]
-            known = package in TRUSTED or package in _PURE
-            if not known and _has_compiled_code(package):
-                walk.blame(f"package {package}", "it has compiled code, which may read anything")
-        for name, read in names.items():
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            if name not in _states:
-                _states[name] = _ModuleState(name, module)
-            _states[name].note(walk, read)
+        _noted.note(walk, modules, names)
+
+
+class _Noted:
+    """What was noted last: steps that use nothing but JAX's code give the same again and again."""
+
+    def __init__(self) -> None:
+        self._modules: Iterable[str] = ()
+        self._names: dict[str, str] = {}
+        self.dependencies: dict[str, str] = {}  # Empty where they are not known, or vary.
+
+    def note(self, walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
+        """See `note_modules`. What it is given is not to be changed."""
+        again = modules is self._modules and names is self._names
+        if again and self.dependencies:
+            walk.dependencies |= self.dependencies
+            return
+        self._modules, self._names, self.dependencies = modules, names, {}
+        if _note(walk, modules, names) and again:
+            alone = Walk()
+            _note(alone, modules, names)
+            if not alone.untrackable:
+                self.dependencies = alone.dependencies
+
+
+def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
+    """See `note_modules`; whether it would do the same again as long as nothing is replaced."""
+    is_plain = True
+    for name in modules:
+        content = content_of(name)
+        walk.once(f"module {name}", content.digest)
+        if content.written_ns > PROCESS_BEGAN_NS and name in sys.modules:
+            walk.blame(f"module {name}", "its file was written to since this process began")
+        walk.distribution(name)
+        package = name.partition(".")[0]
+        known = package in TRUSTED or package in _PURE
+        if not known and _has_compiled_code(package):
+            walk.blame(f"package {package}", "it has compiled code, which may read anything")
+    for name, read in names.items():
+        module = sys.modules.get(name)
+        if module is None:
+            is_plain = False
+            continue
+        if name not in _states:
+            _states[name] = _ModuleState(name, module)
+        is_plain &= _states[name].note(walk, read)
+    return is_plain
 
 
 def look_at_modules(modules: Iterable[str], names: dict[str, str]) -> None:
@@ -123,10 +153,11 @@ class _ModuleState:
         self._values: dict[str, Any] = {}
         self._known: dict[str, tuple[str, list[Meaning]]] = {}
 
-    def note(self, walk: Walk, read: str) -> None:
+    def note(self, walk: Walk, read: str) -> bool:
         """Notes what some names of the module mean, given with spaces between.
 
-        To be called after `look_again`.
+        To be called after `look_again`. Returns whether it would do the same again as long as
+        nothing is replaced.
         """
         for name in self._unsteady:
             self._meanings.pop(name, None)
@@ -148,6 +179,7 @@ class _ModuleState:
             for path, value in meaning.values:
                 walk.value(path, value)
         walk.once(f"{NAMES_OF}{self._name}", token)
+        return not (self._unsteady or any(each.values or each.locals for each in notable))
 
     def known(self, read: str) -> list[Meaning]:
         """What some names meant when they were last looked at; of most there is nothing to say."""
@@ -246,6 +278,7 @@ def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
 
 _classes: dict[int, tuple[type, Meaning]] = {}
 _lock = threading.RLock()
+_noted = _Noted()
 _states: dict[str, _ModuleState] = {}
 _keep_for_threads: set[str] = set()  # Modules that hold something else in each thread, or did.
 _all_held = Held()
@@ -268,6 +301,7 @@ def look_again() -> None:
         if not others and is_same and _all_held.is_same():
             return
         _classes.clear()
+        _noted.dependencies = {}
         for state in _states.values():
             state.look()
         _all_held = Held()

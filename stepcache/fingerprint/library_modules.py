@@ -49,6 +49,8 @@ def _is_told(value: Any) -> bool:
 
 def with_library_modules(names: dict[str, str], walk: Trail) -> dict[str, str]:
     """Names that are read, by module, with what the user's code may read of modules."""
+    if not walk.library_modules:
+        return names
     found: dict[str, set[str]] = {}
     for name in walk.library_modules:
         module = sys.modules.get(name)

@@ -301,6 +301,8 @@ _seen_for_good: dict[int, Any] = {}
 
 
 def _py_start(code: CodeType, offset: int) -> Any:
+    if seen_codes.is_done_with(code):  # Python forgets that with events that another trace ends.
+        return _monitor.disable(code, for_good=True)
     importing = imports.of_this_thread()
     if code is imports.FIND_AND_LOAD:
         importing.begin(sys._getframe(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
 import contextvars
@@ -53,6 +54,7 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
     """
     settings = jaxcompat.carried_settings()
     future: Future[T] = Future()
+    running = threading.Lock()
 
     def work_here() -> None:
         try:
@@ -62,14 +64,22 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     run = functools.partial(contextvars.copy_context().run, work_here)
-    # This thread comes back from XLA while the other one is in Python.
-    _process_hooks.switch_quickly(undoing)
-    wait = run
+
+    def work_there() -> None:
+        try:
+            # The other thread comes back from XLA while this one is in Python.
+            with _process_hooks.quick_switching():
+                run()
+        finally:
+            running.release()
+
+    wait: Callable[[], Any] = run
     if not builds.are_nested():
         with contextlib.suppress(*_NO_THREAD):
-            thread = threading.Thread(target=run, name="stepcache beside", daemon=True)
-            thread.start()
-            wait = thread.join
+            running.acquire()
+            # `Thread.start` would wait until that runs, and keep this thread from XLA meanwhile.
+            _thread.start_new_thread(work_there, ())
+            wait = running.acquire
     waits = [wait]
     undoing.add(lambda: waits and waits.pop()())  # Once, for Ctrl-C must not wait.
     return future

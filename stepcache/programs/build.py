@@ -164,8 +164,8 @@ def build(
     with Undoing() as undoing, undoing:
         undoing.hold(jaxcompat.tracing_context(request.mesh))
         with Undoing() as watching, watching:
-            watch(watching)
             with stopwatch.stage("trace"):
+                watch(watching)
                 staged = trace(spec, request)
             if not staged.can_be_held():
                 raise NotHoldable

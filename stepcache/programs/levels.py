@@ -181,7 +181,7 @@ class Levels:
             shared = self._begin_sharing(undoing, lookup) if may_share else None
             # What JAX has traced inside the step before is shared where the dependencies are equal,
             # and where it was recorded.
-            values = (self._token, records, digest_dependencies(known))
+            values = () if shared else (self._token, records, digest_dependencies(known))
         find = sharing.find if sharing else call.find
         examine = functools.partial(self._examined, request, lookup, result)
         if not records:

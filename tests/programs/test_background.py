@@ -60,7 +60,11 @@ def no_threads(monkeypatch):
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    def fail_too(function, args):
+        raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", fail)
+    monkeypatch.setattr(background._thread, "start_new_thread", fail_too)
 
 
 def end_thread(monkeypatch, worker):

@@ -413,7 +413,6 @@ def test_names_that_could_be_mistaken_for_one_another_stay_apart():
 
 def test_another_module_in_the_place_of_one_that_was_looked_at(monkeypatch):
     """As by a reload by hand: what was noted of the first says nothing of the second."""
-    from stepcache.fingerprint import installed_packages
 
     def noted():
         walk = Walk()
@@ -430,6 +429,39 @@ def test_another_module_in_the_place_of_one_that_was_looked_at(monkeypatch):
         patch.setitem(sys.modules, module.__name__, other)
         assert noted() != before
     assert noted() == before
+
+
+@pytest.mark.parametrize("value", [len, types.SimpleNamespace(a=1)], ids=["function", "object"])
+def test_what_was_noted_the_same_again_and_again_is_seen_when_it_changes(value, monkeypatch):
+    """Steps that use nothing but JAX's code have the same modules and names."""
+    modules = ["jax._src.nn.functions"]
+    names = {"jax._src.nn.functions": "gelu relu", "jax._src.nn.initializers": "glorot_normal"}
+
+    def noted():
+        walk = Walk()
+        installed_packages.note_modules(walk, modules, names)
+        return walk.dependencies
+
+    before = noted()
+    assert [noted() for _ in range(4)] == [before] * 4
+    with monkeypatch.context() as patch:
+        patch.setattr("jax._src.nn.functions.gelu", value)
+        changed = noted()
+        assert changed != before and noted() == noted() == changed
+    assert [noted() for _ in range(4)] == [before] * 4
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "jax._src.nn.initializers")
+        found = [noted() for _ in range(3)]
+    assert all("names of jax._src.nn.initializers" not in each for each in found)
+    assert [noted() for _ in range(4)] == [before] * 4
+
+
+def test_what_is_to_blame_is_blamed_again_and_again():
+    modules, names = ["msgpack"], {"msgpack": "packb"}
+    for _ in range(4):
+        walk = Walk()
+        installed_packages.note_modules(walk, modules, names)
+        assert any("compiled code" in why for why in walk.untrackable)
 
 
 class Box(Generic[T]):

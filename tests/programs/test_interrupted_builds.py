@@ -47,7 +47,7 @@ HOOKS = codes_of(
     *(_changes, recorder.Recording, recorder._Watch, _process_hooks.CollectionHook),
     *(_process_hooks.CallMonitor._make, _process_hooks.CallMonitor._take),
     *(_process_hooks.CallMonitor._undo, _process_hooks.ThreadProfile, _process_hooks._Switching),
-    *(_process_hooks.set_profile, _process_hooks.switch_quickly, _process_hooks.without_log),
+    *(_process_hooks.set_profile, _process_hooks.quick_switching, _process_hooks.without_log),
     *(jax_alone.watch_binds, jax_alone.stop_watching, shared_traces.begin, shared_traces.end),
     *(hooks.compile_through, hooks._Replacement, hooks.CallReplacement, contexts.trace_anew),
     *(contexts.tracing_context, contextlib._GeneratorContextManager),
@@ -226,7 +226,7 @@ def test_an_interrupted_recording_leaves_the_process_as_it_was():
         recording, token = recorder.Recording(), contexts.ValueToken(("a test",))
         with _changes.Undoing() as undoing, undoing:
             _process_hooks.without_log(undoing, *hooks.LOG_OF_CALLBACKS)
-            _process_hooks.switch_quickly(undoing)
+            undoing.hold(_process_hooks.quick_switching())
             undoing.hold(contexts.tracing_context(None))
             shared_traces.begin(undoing, alone=True)
             builds.builds.in_python(undoing)
