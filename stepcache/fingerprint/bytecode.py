@@ -54,6 +54,8 @@ UNSEEN = {
 # namespace of Python's: they stand among the names that code reads.
 SHOWS_NAMESPACES = "show or compare types.SimpleNamespace"
 SHOWS_ARGUMENTS = "show or compare argparse.Namespace"
+# What code may do that names Python's `type`, and not only to compare: `config.type` is none of it.
+MAKES_ANY = "make an object of the class of another one"
 # What code may do that names an attribute in which ml_collections keeps all settings.
 READS_SETTINGS = "read all settings"
 _OF_SETTINGS = frozenset(("_fields", "_configdict"))
@@ -128,6 +130,9 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
     names.attributes.update({*code.co_names} - compared, *keywords)
+    has_type = any(each.argval == "type" and each.opname in LOADS_GLOBAL for each in instructions)
+    if has_type and "type" not in compared:
+        names.attributes.add(MAKES_ANY)
     builtins = _BUILTINS & {*code.co_names}
     names.accessed.update({*code.co_names} - builtins)
     for name in builtins:

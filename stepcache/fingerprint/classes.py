@@ -21,6 +21,7 @@ from stepcache.fingerprint import instances, opened_files, values
 from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import (
     DYNAMIC_ACCESS,
+    MAKES_ANY,
     SHOWS_ARGUMENTS,
     SHOWS_NAMESPACES,
     names_of,
@@ -122,6 +123,8 @@ def note_class(walk: Trail, path: str, cls: type) -> None:
     """Notes a class that is used as a value."""
     if cls.__name__ in DYNAMIC_ACCESS and origin_of(cls) != USER:
         walk.reads_any_attribute()
+    if cls is type:
+        walk.read_attributes((MAKES_ANY,))
     walk.note(path, f"class {walk.follow_class(cls)}")
     may_be_called(walk, cls)
 

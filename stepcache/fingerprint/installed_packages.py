@@ -68,7 +68,7 @@ class _Noted:
 
     def note(self, walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
         """See `note_modules`. What it is given is not to be changed."""
-        again = modules is self._modules and names is self._names
+        again = modules == self._modules and names == self._names
         if again and self.dependencies:
             walk.dependencies |= self.dependencies
             return

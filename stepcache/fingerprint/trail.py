@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Set
 from typing import Any
 
-from stepcache.fingerprint.bytecode import Names
+from stepcache.fingerprint.bytecode import MAKES_ANY, Names
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
@@ -32,7 +32,7 @@ _OF_DIALECTS = (
     "delimiter doublequote escapechar lineterminator quotechar quoting skipinitialspace strict"
 ).split()
 # Code that names one of these may make another object of the class of one that it has.
-_MAKES_ANY = frozenset("type __class__ __mro__ mro __init__ __new__ classmethod".split())
+_MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ __new__ classmethod".split()))
 
 
 def making(name: str) -> str:
@@ -244,7 +244,7 @@ class Trail(ABC):
     def _add(self, names: set[str]) -> None:
         new = names - self._names
         self._names |= new
-        if not (self._makes_any or new.isdisjoint(_MAKES_ANY)):
+        if not (self._makes_any or new.isdisjoint(_MAKE_ANY)):
             self._makes_any = True
             new |= {name for name in self._waiting if name.startswith(making(""))}
         self._release(new & self._waiting.keys())

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from stepcache.fingerprint.bytecode import SHOWS_NAMESPACES, Read, names_of
+from stepcache.fingerprint.bytecode import MAKES_ANY, SHOWS_NAMESPACES, Read, names_of
 from stepcache.fingerprint.classes import is_special
 from stepcache.fingerprint.code_digests import code_digest
 from stepcache.fingerprint.code_reads import _may_be_of_the_users
@@ -100,6 +100,23 @@ def test_code_that_compares_objects(text, shows):
 def test_variables_that_follow_each_other():
     names = names_of(compiled("def f(x):\n    import m; return m.rate(x) + x.config"))
     assert [(i.module, i.attributes) for i in names.imports if i.whole] == [("m", (("rate",),))]
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("type(x)(n)", True),
+        ("[type, n]", True),
+        ("type(x)(x.type)", True),
+        ("type(x) is n", False),
+        ("x.type == n", False),
+        ("f(x, type=n)", False),
+        ("x['type']", False),
+    ],
+)
+def test_code_that_may_make_objects_of_any_class(text, makes):
+    """`config.type` is not Python's `type`."""
+    assert (MAKES_ANY in names_of(compiled(f"def f(x, n): return {text}")).attributes) == makes
 
 
 @pytest.mark.parametrize("text", ["getattr(x, n)", "vars(x)", "x.__dict__", "'{0.a}'.format(x)"])

@@ -890,6 +890,30 @@ OBJECTS = [
         """,
         "Config.__init__",
     ),
+    *(
+        Kind(
+            f"constructor_by_type_{name}",
+            f"""
+            import builtins
+            MAKE = type
+            class Config:
+                kind = type
+                def __init__(self, rate=«2.0¦3.0»): self.rate, self.type = rate, "a"
+                def fresh(self, make=type, of=builtins): return {made}
+            config = Config(4.0)
+            def step(x): return x * config.fresh().rate
+            """,
+            "Config.__init__",
+        )
+        for name, made in (
+            ("of_a_module", "builtins.type(self)()"),
+            ("of_a_module_as_a_value", "of.type(self)()"),
+            ("asked_for", "getattr(builtins, 'type')(self)()"),
+            ("by_another_name", "MAKE(self)()"),
+            ("as_a_default", "make(self)()"),
+            ("as_an_attribute", "Config.kind(self)()"),
+        )
+    ),
     Kind(
         "constructor_by_class_method",
         """

@@ -39,6 +39,18 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_an_attribute_type",  # Which is not Python's `type`.
+        """
+        import time
+        class Config:
+            def __init__(self): self.type, self.rate = "mlp", 2.0
+        class Model:
+            def __init__(self, config): self.config, self.made = config, (time.time(), «0.1¦0.2»)
+            def run(self, x): return x * self.config.rate if self.config.type == "mlp" else x
+        step = Model(Config()).run
+        """,
+    ),
+    _kind(
         "harmless_beside_a_computed_name",  # Of a module, not of an object.
         """
         class Config:
