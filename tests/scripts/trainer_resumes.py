@@ -31,15 +31,16 @@ class Trainer:
     def __init__(self):
         self.model = Network()
         self.tx = optax.adam(0.01)
-        self.rng = jax.random.key(0)
-        self.params = restored("trainer", self.model.init(self.rng, jnp.ones((1, 4))))
+        self.rng = jax.random.key(len([*SAVED.glob("*")]))
+        self.params = restored("trainer", self.model.init(jax.random.key(0), jnp.ones((1, 4))))
         self.opt_state = self.tx.init(self.params)
         self.epoch, self.best = len([*SAVED.glob("*")]), float("inf")
 
     @functools.partial(sc.step, static_argnums=0)
-    def train_step(self, params, opt_state, batch):
+    def train_step(self, params, opt_state, batch, key):
         def loss_fn(params):
-            logits = self.model.apply({"params": params["params"]}, batch["obs"])
+            variables, rngs = {"params": params["params"]}, {"dropout": key}
+            logits = self.model.apply(variables, batch["obs"], rngs=rngs)
             return jnp.mean((logits - batch["target"]) ** 2 * batch.get("mask", 1.0))
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
@@ -48,7 +49,9 @@ class Trainer:
 
     def fit(self, batches):
         for batch in batches:
-            self.params, self.opt_state, loss = self.train_step(self.params, self.opt_state, batch)
+            self.rng, key = jax.random.split(self.rng)
+            state = self.params, self.opt_state
+            self.params, self.opt_state, loss = self.train_step(*state, batch, key)
             self.best = min(self.best, float(loss))
         save("trainer", self.params)
 
