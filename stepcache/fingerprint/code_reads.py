@@ -261,7 +261,8 @@ def _may_be_of_the_users(
     is_own, owner = False, None
     instances: set[Any] = set()  # Local variables that are of an installed class from here on.
     instructions = instructions_of(code)
-    checks = _checks_of_instances(instructions, space) if package in ASK_THEIR_OWN else {}
+    may_check = package in ASK_THEIR_OWN and "isinstance" in code.co_names
+    checks = _checks_of_instances(instructions, space) if may_check else {}
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
         if instruction.is_jump_target:
