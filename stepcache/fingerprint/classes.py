@@ -293,9 +293,8 @@ def _note_method_of_others(walk: Trail, name: str, method: Any) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or origin_of_file(code.co_filename) != INSTALLED:
             return
-        if (
-            package_of(code.co_filename) in ASK_THEIR_OWN
-        ):  # Of others, a recording sees what they read.
+        # Of others, a recording sees what they read.
+        if package_of(code.co_filename) in ASK_THEIR_OWN:
             walk.read_attributes(names_of(code).attributes)
         takes_any = names_of(code).is_dynamic
     if takes_any and name in _LOOK_UPS:

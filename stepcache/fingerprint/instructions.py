@@ -12,15 +12,24 @@ LOADS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS
 LOADS_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # They stand between the instructions that matter, and change nothing about the value on the stack.
 _TRANSPARENT = frozenset({"CACHE", "PUSH_NULL", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL"})
+# The field that says whether an instruction is jumped to; since Python 3.13 a label.
+_TARGET = "label" if "label" in dis.Instruction._fields else "is_jump_target"
 _OF_VARIABLE = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 
 
 def instructions_of(code: CodeType) -> list[dis.Instruction]:
-    """The instructions that matter. Two that Python 3.13 has joined in one are two here."""
+    """The instructions that matter. Two that Python 3.13 has joined in one are two here.
+
+    What is jumped to is the first one that matters there.
+    """
     found: list[dis.Instruction] = []
+    target: dict[str, Any] = {}
     for each in dis.get_instructions(code):
+        if each.is_jump_target:
+            target = {_TARGET: getattr(each, _TARGET)}
         if each.opname in _TRANSPARENT:
             continue
+        each, target = each._replace(**target) if target else each, {}
         joined = _OF_VARIABLE.findall(each.opname)
         if len(joined) < 2:
             found.append(each)

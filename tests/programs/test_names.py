@@ -359,6 +359,15 @@ def test_what_a_framework_has_found_to_be_of_a_class_of_its_own(text, may_be):
     assert _may_be_of_the_users(code, "of_nobody", "rate", True)
 
 
+def test_a_jump_to_what_has_a_long_argument_ends_what_was_found():
+    """The place that is jumped to is the `EXTENDED_ARG` before it."""
+    many = "; ".join(f"g{number}" for number in range(300))
+    text = f"{many}\n        if isinstance(x, LazyRng): y()\n        g299(); return x.rate"
+    assert _may_be_of_the_users(
+        compiled(f"def f(x, y):\n        {text}"), "flax.core.scope", "rate", True
+    )
+
+
 def owners_of(attribute, source):
     """What the attribute is read of in the code of a package, as it stands there."""
     left_out = {"tests", "distutils", "f2py"}
