@@ -29,7 +29,14 @@ from stepcache.fingerprint.bytecode import (
 from stepcache.fingerprint.callers import OF_EQUINOX
 from stepcache.fingerprint.code_reads import ASK_THEIR_OWN
 from stepcache.fingerprint.held import CONTAINERS, function_in
-from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of, origin_of_file, package_of
+from stepcache.fingerprint.provenance import (
+    INSTALLED,
+    USER,
+    is_generated,
+    origin_of,
+    origin_of_file,
+    package_of,
+)
 from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
@@ -72,15 +79,16 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         note_model(walk, path, state)
         return
     selective = is_plain(cls)
+    owner = walk.confined.confine(value) if selective else 0
     if not selective and len(state) > 1:
         walk.note(f"{path} (order of attributes)", digest(state))
     elif len(state) > 1:
-        walk.when_dynamic(f"{path} (order of attributes)", tuple(state))
+        walk.when_dynamic(f"{path} (order of attributes)", tuple(state), owner)
     for name, each in state.items():
         if selective and (shown := _shown_by(cls)):
-            walk.when_named(shown, f"{path}.{name}", each)
+            walk.when_named(shown, f"{path}.{name}", each, owner)
         if (selective and not is_special(name)) or (cls.__module__, name) == _RESOLVED:
-            walk.when_named(name, f"{path}.{name}", each)
+            walk.when_named(name, f"{path}.{name}", each, owner)
         else:
             walk.value(f"{path}.{name}", each)
 
@@ -210,15 +218,6 @@ def _generated_methods(cls: type) -> frozenset[str]:
         and name not in _CONSTRUCTORS
         and type(value) is types.FunctionType
         and is_generated(getattr(value, "__wrapped__", value))
-    )
-
-
-def is_generated(function: Any) -> bool:
-    """Whether `dataclasses` or attrs have generated a function."""
-    code = getattr(function, "__code__", None)
-    return code is not None and (
-        code.co_filename.startswith("<attrs generated ")
-        or (code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__"))
     )
 
 

@@ -27,13 +27,12 @@ from stepcache.fingerprint.bytecode import (
 from stepcache.fingerprint.callers import FOR_THEMSELVES
 from stepcache.fingerprint.compiled_calls import why_call_is_impure
 from stepcache.fingerprint.dynamic_reads import MATCH_CLASS, READS_ANY, may_read_any
+from stepcache.fingerprint.escapes import KEEPS_OBJECTS
 from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
-    LOADS_GLOBAL,
     instructions_of,
     is_for_call,
     mere_keys,
-    simple_arguments,
 )
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import (
@@ -178,6 +177,7 @@ def _read_by(code: types.CodeType, by_file: dict[str, str]) -> _Read:
     asked_for = strings - keys if is_asking else set()
     if is_pythons or package_of(code.co_filename) not in ASK_THEIR_OWN:
         asked_for |= _asked_for_by_others(code)
+        asked_for |= set() if is_pythons else {KEEPS_OBJECTS}
     if is_jaxs:
         named &= inspection.ASKED_BY_JAX
         asked_for &= inspection.ASKED_BY_JAX
@@ -243,8 +243,8 @@ def _may_be_of_the_users(
     It does not where the string is a mere key, or that of a framework which does not ask by it;
     where it reads a global, an attribute of an installed module or of a class in one
     (`ir.Location.file`); or one of `self` in a class of a framework, such as the `start_time` with
-    which JAX measures how long it traces, or of what it has found to be an instance of such a
-    class: of an object whose class inherits from theirs, all attributes are noted.
+    which JAX measures how long it traces: of an object whose class inherits from theirs, all
+    attributes are noted.
     """
     package = (module or "").partition(".")[0]
     if name == "name" and package in _NAMED_BY_THEMSELVES:
@@ -259,18 +259,8 @@ def _may_be_of_the_users(
     space = vars(sys.modules[module]) if module in sys.modules else {}
     is_method = package in ASK_THEIR_OWN and code.co_varnames[: code.co_argcount][:1] == ("self",)
     is_own, owner = False, None
-    instances: set[Any] = set()  # Local variables that are of an installed class from here on.
-    instructions = instructions_of(code)
-    may_check = package in ASK_THEIR_OWN and "isinstance" in code.co_names
-    checks = _checks_of_instances(instructions, space) if may_check else {}
-    for index, instruction in enumerate(instructions):
+    for instruction in instructions_of(code):
         operation, argument = instruction.opname, instruction.argval
-        if instruction.is_jump_target:
-            instances.clear()
-        elif operation.startswith(("STORE_FAST", "DELETE_FAST")):
-            instances.discard(argument)
-        elif index in checks:
-            instances.add(checks[index])
         if is_method and operation.startswith("STORE_FAST") and argument == "self":
             return True
         is_known = is_own and not instruction.is_jump_target  # As of `(it or self).name`.
@@ -284,35 +274,9 @@ def _may_be_of_the_users(
             owner = _owner(vars(owner).get(str(argument)))
         else:
             owner = None
-        is_local = operation.startswith("LOAD_FAST")
-        is_self = is_method and is_local and argument == "self"
-        is_own = owner is not None or is_self or (is_local and argument in instances)
+        is_self = is_method and operation.startswith("LOAD_FAST") and argument == "self"
+        is_own = owner is not None or is_self
     return False
-
-
-def _checks_of_instances(
-    instructions: list[dis.Instruction], space: dict[str, Any]
-) -> dict[int, str]:
-    """By the number of a jump, which local variable is of an installed class where it is not taken.
-
-    As after `if isinstance(rng, LazyRng):`. Of what has a metaclass, as a protocol, an object of
-    any class may be an instance.
-    """
-    found = {}
-    for index, each in enumerate(instructions):
-        if each.argval != "isinstance" or each.opname not in LOADS_GLOBAL:
-            continue
-        arguments = simple_arguments(instructions[index + 1 :])
-        if [len(argument) for argument in arguments] != [1, 1]:
-            continue
-        ((variable,), (cls,)) = arguments
-        known = cls.opname in LOADS_GLOBAL and type(_owner(space.get(cls.argval))) is type
-        jump = index + 4  # After both arguments and the call.
-        jump += instructions[jump].opname == "TO_BOOL"
-        jumps = re.fullmatch("POP_JUMP_(FORWARD_)?IF_FALSE", instructions[jump].opname)
-        if known and jumps and variable.opname.startswith("LOAD_FAST"):
-            found[jump] = variable.argval
-    return found
 
 
 def _owner(value: Any) -> types.ModuleType | type | None:

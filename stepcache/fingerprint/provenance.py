@@ -102,6 +102,15 @@ def origin_of(value: Any) -> str:
     return origin_of_module(module) if module or code is None else USER
 
 
+def is_generated(function: Any) -> bool:
+    """Whether `dataclasses` or attrs have generated a function."""
+    code = getattr(function, "__code__", None)
+    return code is not None and (
+        code.co_filename.startswith("<attrs generated ")
+        or (code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__"))
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def distribution_of(module: str) -> tuple[str, str]:
     """What stands for the package of a module: its name, and the version that was installed.

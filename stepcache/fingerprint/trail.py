@@ -18,6 +18,7 @@ from typing import Any
 
 from stepcache.fingerprint.bytecode import MAKES_ANY, Names
 from stepcache.fingerprint.dynamic_reads import READS_ANY
+from stepcache.fingerprint.escapes import KEEPS_OBJECTS, Confined, Way
 from stepcache.fingerprint.held import function_in
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import distribution_of, file_label
@@ -94,12 +95,14 @@ class Trail(ABC):
         self.reader = ""  # The user's function that is being followed, if one is.
         self.imported: set[str] = set()  # Modules of packages that functions import.
         self._root = root
+        self.confined = Confined()
         self._names: set[str] = set(_ALWAYS_READ)
         # Keys by which code subscripts what it finds under a name; see `Names.keys`.
         self._keys: dict[str, set[tuple[str, ...]]] = {}
         self._reads_all = self._makes_any = False
-        self._waiting: dict[str, list[tuple[str, Any]]] = {}
-        self._when_dynamic: dict[str, tuple[str, ...]] = {}
+        # By name: path, value, and the identity of the owner if that is confined.
+        self._waiting: dict[str, list[tuple[str, Any, int]]] = {}
+        self._when_dynamic: dict[str, tuple[tuple[str, ...], int]] = {}
         self.seen: dict[int, str] = {}
         self.alive: list[Any] = []  # What is known by id must not be freed meanwhile.
         self._done: set[Hashable] = set()
@@ -108,8 +111,14 @@ class Trail(ABC):
         self.todo: deque[Callable[[], None]] = deque()
 
     @abstractmethod
-    def value(self, path: str, value: Any) -> None:
-        """Notes a value under a path, and what it is made of."""
+    def value(self, path: str, value: Any, way: Way | None = None) -> None:
+        """Notes a value under a path, and what it is made of.
+
+        Args:
+            path: where it was found.
+            value: what was found there.
+            way: how code comes to it, if it does no more than to read attributes of it.
+        """
 
     @abstractmethod
     def follow_class(self, cls: type) -> str:
@@ -123,7 +132,9 @@ class Trail(ABC):
         """Notes attributes of the user's objects that a library is known to read."""
         read = set(names)
         if READS_ANY in read:
-            self.reads_any_attribute()
+            self._read_all()
+        if KEEPS_OBJECTS in read:
+            self.confined.let_all_go()
         self._add(read)
 
     def waiting(self, entered: Set[types.CodeType], of_jax: Container[int]) -> dict[str, bool]:
@@ -143,7 +154,7 @@ class Trail(ABC):
             return code is None or id(code) in of_jax or code in entered
 
         used = {
-            name: [value for _, value in found if may_be_used(value)]
+            name: [value for _, value, _ in found if may_be_used(value)]
             for name, found in self._waiting.items()
         }
         return {name: any(map(_can_be_called, values)) for name, values in used.items() if values}
@@ -184,44 +195,74 @@ class Trail(ABC):
         self.seen[id(value)] = path
         self.alive.append(value)
 
-    def when_named(self, name: str, path: str, value: Any) -> None:
-        """Notes an attribute as soon as code is found that names it."""
+    def when_named(self, name: str, path: str, value: Any, owner: int = 0) -> None:
+        """Notes an attribute as soon as code is found that names it.
+
+        Args:
+            name: by which code reads it.
+            path: where it was found.
+            value: what was found there.
+            owner: the identity of the object whose attribute it is, if that is confined.
+        """
+        is_confined = owner in self.confined
+        is_read = self._reads_all or name in self._names
+        if is_confined:
+            is_read = name in self.confined.read
         is_made = self._makes_any and name.startswith(making(""))
         keys = self._keys.get(name, ())
-        if self._reads_all or is_made or name in self._names or (keys and type(value) is not dict):
-            self.value(path, value)
+        if is_read or is_made or (keys and type(value) is not dict):
+            self.value(path, value, (owner, name) if is_confined else None)
         else:
             self.alive.append(value)
-            self._waiting.setdefault(name, []).append((path, value))
+            self._waiting.setdefault(name, []).append((path, value, owner))
             for each in sorted(keys):
                 self.later(functools.partial(self.part, path, value, each))
 
-    def part(self, path: str, value: Any, keys: tuple[str, ...]) -> None:
+    def part(self, path: str, value: Any, keys: tuple[str, ...], way: Way | None = None) -> None:
         """Notes what code finds in a value by keys; of others than dictionaries, all."""
         for key in keys:
             if type(value) is not dict:
                 break
-            path, value = f"{path}[{key!r}]", value.get(key, _MISSING)
+            path, value, way = f"{path}[{key!r}]", value.get(key, _MISSING), None
         if value is _MISSING:
             self.note(path, "absent")
         else:
-            self.value(path, value)
+            self.value(path, value, way)
 
-    def when_dynamic(self, path: str, names: tuple[str, ...]) -> None:
+    def settle_confined(self) -> bool:
+        """Notes what is read of confined objects, and of those that are not; whether it is more."""
+        gone = self.confined.settle()
+        if gone or self._waiting.keys() & self.confined.read:
+            owned = ((name, each[2]) for name, found in self._waiting.items() for each in found)
+            self._release(
+                name
+                for name, owner in owned
+                if owner in gone or (owner in self.confined and name in self.confined.read)
+            )
+            self._release_orders()
+        return bool(self.todo)
+
+    def when_dynamic(self, path: str, names: tuple[str, ...], owner: int = 0) -> None:
         """Notes an order of names as soon as code is found that may go through all of them."""
-        if self._reads_all:
-            self.note(path, digest(names))
-        else:
-            self._when_dynamic[path] = names
+        self._when_dynamic[path] = names, owner
+        self._release_orders()
 
     def reads_any_attribute(self) -> None:
-        """Code was found that may read attributes which it does not name."""
+        """Code was found that may read attributes which it does not name, of any object."""
+        self.confined.let_all_go()
+        self._read_all()
+
+    def _read_all(self) -> None:
         if not self._reads_all:
             self._reads_all = True
-            self._release(set(self._waiting))
-            for path, names in self._when_dynamic.items():
+            self._release(self._waiting)
+            self._release_orders()
+
+    def _release_orders(self) -> None:
+        for path, (names, owner) in list(self._when_dynamic.items()) if self._reads_all else ():
+            if owner not in self.confined:
                 self.note(path, digest(names))
-            self._when_dynamic.clear()
+                del self._when_dynamic[path]
 
     def add_names(self, names: Names) -> None:
         """Adds what code names."""
@@ -229,17 +270,18 @@ class Trail(ABC):
             self.check_pure(self.reader, NUMPYS_NOW)
         if names.is_dynamic:
             self.reads_any_attribute()
+        self.confined.may_read(names)
         self._add(names.attributes - names.keys.keys() if names.keys else names.attributes)
         for name, keys in names.keys.items():
             self._add_keys(name, keys - self._keys.get(name, set()))
 
     def _add_keys(self, name: str, keys: set[tuple[str, ...]]) -> None:
         """Adds keys by which code subscripts what it finds under a name."""
-        if name in self._names or not keys:
+        if not keys:
             return
         self._keys.setdefault(name, set()).update(keys)
-        for path, value in self._waiting.pop(name, ()):
-            self.when_named(name, path, value)
+        for found in self._waiting.pop(name, ()):
+            self.when_named(name, *found)
 
     def _add(self, names: set[str]) -> None:
         new = names - self._names
@@ -249,10 +291,11 @@ class Trail(ABC):
             new |= {name for name in self._waiting if name.startswith(making(""))}
         self._release(new & self._waiting.keys())
 
-    def _release(self, names: set[str]) -> None:
-        for name in sorted(names):
-            for path, value in self._waiting.pop(name):
-                self.later(functools.partial(self.value, path, value))
+    def _release(self, names: Iterable[str]) -> None:
+        """Looks later at what waits for names: they are read, of some object or of all."""
+        for name in sorted(set(names)):
+            for found in self._waiting.pop(name):
+                self.later(functools.partial(self.when_named, name, *found))
 
     def distribution(self, module: str) -> None:
         """Notes the distribution that a module comes from, with its version."""

@@ -140,6 +140,12 @@ def _of_parts(*names: str) -> Callable[[Trail, str, Any], None]:
     return note
 
 
+def _note_method(walk: Trail, path: str, value: types.MethodType) -> None:
+    walk.note(path, "method")
+    walk.value(f"{path}.__func__", value.__func__)
+    walk.value(f"{path}.__self__", value.__self__, walk.confined.way_to_self(value.__func__))
+
+
 def _note_class_method(walk: Trail, path: str, value: classmethod) -> None:
     walk.note(path, "classmethod")
     walk.value(f"{path}.__func__", value.__func__)
@@ -200,7 +206,7 @@ HANDLERS: dict[Any, Any] = {
     types.MappingProxyType: note_mapping,
     set: note_set,
     frozenset: note_set,
-    types.MethodType: _of_parts("__func__", "__self__"),
+    types.MethodType: _note_method,
     types.BuiltinFunctionType: note_builtin,
     types.MethodDescriptorType: note_builtin,
     types.WrapperDescriptorType: note_builtin,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepcache.fingerprint import classes, functions, records, special_kinds, values
+from stepcache.fingerprint.escapes import Way
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text, short
 from stepcache.fingerprint.trail import Trail
@@ -42,7 +43,7 @@ class Walk(Trail):
 
     def fingerprint(self) -> Fingerprint:
         """Follows everything that is still to be followed."""
-        while self.todo:
+        while self.todo or self.settle_confined():
             task, self.reader = self.todo.popleft(), ""
             try:
                 task()
@@ -50,10 +51,11 @@ class Walk(Trail):
                 self.blame("step", f"looking at it raised {type(error).__name__}: {error}")
         return Fingerprint(dict(self.dependencies), tuple(self.untrackable))
 
-    def value(self, path: str, value: Any) -> None:
+    def value(self, path: str, value: Any, way: Way | None = None) -> None:
         if type(value) in ATOMS:
             self.note(path, atom(value))
             return
+        self.confined.meet(value, way)
         if not self.first_time((path, id(value))):
             return
         known = self.seen.get(id(value))

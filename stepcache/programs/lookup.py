@@ -117,7 +117,8 @@ class Lookup:
         walk = Walk(self._root)
         walk.value("step", self._spec.fun)
         for static in self.statics:
-            walk.value(f"static {static.name}", static.value)
+            way = walk.confined.way_to_argument(self._spec.fun, static.name)
+            walk.value(f"static {static.name}", static.value, way)
         for name, value in self._spec.given.items():
             plain = tuple(value) if isinstance(value, list) else value
             if plain_text(plain) is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutations import changes, fields, frameworks, harmless, hidden, keys, python_library
+from mutations import changes, confined, fields, frameworks, harmless, hidden, keys, python_library
 
 import stepcache
 
@@ -28,6 +28,7 @@ CHANGES = [
     *hidden.OF_THE_PROCESS,
     *fields.FIELDS,
     *keys.KEYS,
+    *confined.CONFINED,
     *python_library.SHOWN_OR_COMPARED,
     *python_library.READ_BY_IT,
     *python_library.KEPT_BY_IT,

@@ -130,6 +130,46 @@ def read(given):
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
 
 
+@pytest.mark.parametrize(
+    ("keep", "read"),
+    [
+        ("kept.append(given)", "kept[0].factor"),
+        ("kept.append(given)", "json.loads(json.dumps(kept[0], default=vars))['factor']"),
+        ("kept.append(given.own)", "kept[0].__self__.factor"),
+        ("kept.append(lambda: given)", "kept[0].__closure__[0].cell_contents.factor"),
+        ("kept.append(lambda: given)", "getattr(kept[0](), 'fac' + 'tor')"),
+        ("pass", "sys._getframe(1).f_locals['self'].factor"),
+    ],
+)
+def test_a_package_may_have_got_hold_of_an_object_before(keep, read, install, tmp_path):
+    """Though the step's own code does no more with it than to read its attributes."""
+    package = f"""
+    import json, sys
+    kept = []
+    def keep(given): {keep}
+    def read(): return {read}
+    """
+    install("read_pkg", {"__init__.py": package})
+    source = """
+    import read_pkg
+
+    class Trainer:
+        def __init__(self): self.factor = self.unread = 2
+        def own(self, x): return x * 1 + self.offset * read_pkg.read()
+        offset = 0
+
+    trainer = Trainer()
+    read_pkg.keep(trainer)
+    # Edited.
+    step = sc.step(lambda x: x + trainer.own(x) + 0)
+    """
+    start(source, "read_pkg", tmp_path)
+    assert levels(start(source, "read_pkg", tmp_path)) == WITHOUT_A_TRACE
+    third = start(source.replace("# Edited.", "trainer.factor = 3"), "read_pkg", tmp_path)
+    assert levels(third)[0] == 1
+    assert "factor" in str(third.step.last_miss)
+
+
 def test_a_package_may_make_attributes_of_keys(install, tmp_path):
     package = """
     def mappable(cls):

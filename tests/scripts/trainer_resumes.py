@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,16 @@ import stepcache as sc
 import stepcache.nnx
 
 SAVED = Path("saved")
+# JAX and its frameworks, too, have attributes with most of these names.
+USUAL_NAMES = """
+    args axis batch_stats best buffer cache checkpoint children config count counter data dataset
+    depth device devices dtype env epsilon events features flags func function graphdef grads hash
+    history hooks hparams i idx index items iteration key keys kind layers leaf leaves length
+    loader loss losses max mean mesh metadata metrics min mode momentum mutable name ndim num_steps
+    obs opt_state options params parent path rank rng rngs root sampler schedule scope seed shape
+    sharding size spec state step submodule sum tags time total train training tree treedef type
+    value values variables version width workdir
+""".split()
 
 
 class Network(nn.Module):
@@ -25,10 +36,17 @@ class Network(nn.Module):
         return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
 
 
-class Trainer:
+class Keeping:
+    def __init__(self):
+        for name in USUAL_NAMES:
+            setattr(self, name, time.time_ns())
+
+
+class Trainer(Keeping):
     """Its step takes what it also keeps as `params`, `opt_state` and `rng`."""
 
     def __init__(self):
+        super().__init__()
         self.model = Network()
         self.tx = optax.adam(0.01)
         self.rng = jax.random.key(len([*SAVED.glob("*")]))
@@ -56,10 +74,11 @@ class Trainer:
         save("trainer", self.params)
 
 
-class Agent:
+class Agent(Keeping):
     """Two sets of weights, a replay buffer, and an update that is a bound method."""
 
     def __init__(self, discount=0.9):
+        super().__init__()
         self.net, self.tx, self.discount = Network(), optax.sgd(0.01), discount
         self.params = restored("agent", self.net.init(jax.random.key(1), jnp.ones((1, 4))))
         self.target_params = self.params
@@ -89,10 +108,11 @@ class Mlp(nnx.Module):
         return self.layer(x)
 
 
-class ModuleTrainer:
+class ModuleTrainer(Keeping):
     """The same with modules of nnx, and with a counter that has the name of the optimizer's."""
 
     def __init__(self):
+        super().__init__()
         self.model = Mlp(nnx.Rngs(2))
         nnx.update(self.model, restored("modules", nnx.state(self.model)))
         self.optimizer = nnx.Optimizer(self.model, optax.adam(0.01), wrt=nnx.Param)
@@ -117,14 +137,15 @@ class State(NamedTuple):
 
 
 @dataclasses.dataclass
-class StateTrainer:
+class StateTrainer(Keeping):
     """A dataclass that keeps its weights in a named tuple and in a module of equinox."""
 
     rate: float = 0.1
     state: Any = None
 
     def __post_init__(self):
-        self.model = restored("states", Affine(jnp.ones((4, 2)), jnp.zeros(2)))
+        super().__init__()
+        self.model = self.params = restored("states", Affine(jnp.ones((4, 2)), jnp.zeros(2)))
         self.state = State(self.model, jnp.int32(len(list(SAVED.glob("*")))))
         self.update_state = sc.step(self._update_state)
 
