@@ -347,14 +347,18 @@ class Archive:
             self._contents.write(rows)
 
     @_no_matter_of_the_step("write its run log")
-    def note(self, event: str, step: str, label: str, **details: Any) -> None:
-        """Writes a row of this run."""
+    def note(self, *rows: Row) -> None:
+        """Writes rows of this run."""
+        self.run_log.add(*rows)
+
+    def row(self, event: str, step: str, label: str, **details: Any) -> Row:
+        """A row of this run, of this moment."""
         now = self.run_log.clock()
         rank, processes = 0, 1
         if jaxcompat.backends_are_initialized():
             rank, processes = jax.process_index(), jax.process_count()
         details = {"rank": rank, "processes": processes} | details
-        self.run_log.add(Row(event, now, script_name(), step, label, **details))
+        return Row(event, now, script_name(), step, label, **details)
 
 
 def _compared(record: DependencyRecord, found: dict[str, str]) -> LookupResult:

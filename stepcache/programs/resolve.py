@@ -46,6 +46,7 @@ from stepcache.programs.verification import Checks
 from stepcache.units import readable_bytes
 
 if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.run_log import Row
     from stepcache.storage.shared_entries import SharedEntries
 
 _log = logging.getLogger("stepcache")
@@ -283,11 +284,12 @@ class _Settling:
         why_not = ""
         if resolution.publication is not None:
             why_not = archive.publish(resolution.publication)
-        _note(archive, self.name, resolution, self.miss, why_not)
-        archive.keep_contents()
+        rows = _rows(archive, self.name, resolution, self.miss, why_not)
         if seconds is not None:
-            label = resolution.address.label
-            archive.note("executed", self.name, label, seconds={"execute": seconds})
+            label, took = resolution.address.label, {"execute": seconds}
+            rows.append(archive.row("executed", self.name, label, seconds=took))
+        archive.note(*rows)
+        archive.keep_contents()
         record = resolution.result.record
         if self.verify is None or record is None:
             return None
@@ -353,15 +355,15 @@ def _plain(changes: Sequence[Change]) -> list[list[str]]:
     return [[each.part, each.path, each.before, each.after] for each in changes]
 
 
-def _note(
+def _rows(
     archive: Archive, name: str, resolution: Resolution, miss: Miss, why_not_stored: str
-) -> None:
-    """Writes a row of the run log; for what is being stored, when that is decided."""
+) -> list[Row]:
+    """What the run log says of a program; of one that is stored, when that is decided."""
     address, program = resolution.address, resolution.program
     assert address is not None
     devices = storing.program_devices(program.run) if resolution.digest else ()
     platform, numbers = named(devices)
-    archive.note(
+    own = archive.row(
         _EVENTS[program.level],
         name,
         address.label,
@@ -378,5 +380,8 @@ def _note(
         advice=list(miss.advice),
         stored=_plain(miss.stored),
     )
-    for rank, (level, seconds) in resolution.others.items():
-        archive.note(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)
+    others = (
+        archive.row(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)
+        for rank, (level, seconds) in resolution.others.items()
+    )
+    return [own, *others]

@@ -186,13 +186,14 @@ class Checks:
             return  # The program was right when it was loaded, and goes on as it was.
         seconds, name = time.perf_counter() - started, self._spec.name
         self._miss_log.count(verifications=1)
-        archive.note(
+        row = archive.row(
             "verified" if changes is None else "stale",
             name,
             address.label,
             seconds={"verify": round(seconds, 4)},
             reason="\n".join(map(str, changes or ())),
         )
+        archive.note(row)
         recorder.emit(Verified(name, changes is None, seconds))
         if changes is None:
             archive.note_verified(address, record)

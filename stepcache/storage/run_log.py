@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from stepcache.storage.plain import record_of
+from stepcache.storage.plain import fields_of, record_of
 from stepcache.storage.run_activity import Activity, activity_log, read_activity
 
 _RUNS_KEPT = 64
@@ -113,24 +113,25 @@ class RunLog:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.6f}"[1:]
         return f"{stamp}-{_slug(script_name())}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
 
-    def add(self, row: Row) -> None:
-        """Appends a row; a directory that cannot be written loses it."""
+    def add(self, *rows: Row) -> None:
+        """Appends rows; a directory that cannot be written loses them."""
         with self._lock:
             if os.getpid() != self._pid:  # A forked child is another run.
                 self._pid, self._name, self._rows = os.getpid(), self._new_name(), 0
-            self._rows += 1
-            if self._rows == 1:
-                row = replace(row, seconds={"import": round(import_seconds, 4), **row.seconds})
-            if not self._writable or self._rows > _ROWS_A_RUN:
+            if self._rows == 0:
+                first = {"import": round(import_seconds, 4), **rows[0].seconds}
+                rows = (replace(rows[0], seconds=first), *rows[1:])
+            if not self._writable or self._rows >= _ROWS_A_RUN:
                 return
             try:
-                self._append(f"{json.dumps(asdict(row))}\n".encode())
+                self._append("".join(map(_line, rows)).encode())
+                self._rows += len(rows)
             except OSError as error:
                 self._writable = False
                 _log.info("stepcache no longer writes its run log: %s", error)
 
-    def _append(self, line: bytes) -> None:
-        if self._rows == 1:
+    def _append(self, lines: bytes) -> None:
+        if self._rows == 0:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._files()[: -_RUNS_KEPT + 1]:
                 activity = self._activity_file(old.name)
@@ -140,7 +141,7 @@ class RunLog:
             activity_log.write_to(self._activity_file(self._name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
-            file.write(line)
+            file.write(lines)
 
     def _files(self) -> list[Path]:
         try:
@@ -188,6 +189,15 @@ class RunLog:
         if path not in self._read:
             self._read[path] = list(_read(path))
         return self._read[path]
+
+
+def _line(row: Row) -> str:
+    """A row as it is written, without fields that are empty: readers give them their defaults."""
+    said = {name: value for name, value in fields_of(row).items() if value or name in _NEEDED}
+    return f"{json.dumps(said)}\n"
+
+
+_NEEDED = frozenset("event time script step label".split())
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -9,8 +9,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from stepcache.storage.private_files import CREATE_FLAGS, READ_FLAGS, listed
+from stepcache.storage.private_files import READ_FLAGS, listed
 
+_APPEND_FLAGS = READ_FLAGS | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _MAX_FILES, _COUNTED_EVERY = 8192, 256
 _MAX_EVENTS = 1 << 16
 
@@ -27,8 +28,7 @@ class Starts:
 
         That is so until one start has been, and at the 2nd, 4th, 8th … start in any case.
         """
-        events = self._events(name)
-        self._append(name, b"s")
+        events = self._append(name, b"s")
         number = events.count(b"s") + 1
         return b"v" not in events or number & (number - 1) == 0
 
@@ -38,7 +38,7 @@ class Starts:
 
     def note_verified_elsewhere(self, name: str) -> None:
         """Notes of a record that is new here that others have started and verified it."""
-        if not self._events(name):
+        if not self._append(name, b""):
             self._append(name, b"ssv")
 
     def forget(self, name: str) -> None:
@@ -46,26 +46,26 @@ class Starts:
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
 
-    def _events(self, name: str) -> bytes:
-        try:
-            with os.fdopen(os.open(self._directory / name, READ_FLAGS), "rb") as file:
-                return file.read(_MAX_EVENTS)
-        except OSError:
-            return b""
-
-    def _append(self, name: str, event: bytes) -> None:
-        if not self._writable:
-            return
-        path = self._directory / name
+    def _append(self, name: str, event: bytes) -> bytes:
+        """Adds to the events of a record, if that is possible. Returns those before."""
+        path, earlier = f"{self._directory}{os.sep}{name}", b""
+        is_added = self._writable and event != b""
+        flags, mode = (_APPEND_FLAGS, "r+b") if is_added else (READ_FLAGS, "rb")
         with contextlib.suppress(OSError):
             try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+                descriptor = os.open(path, flags, 0o600)
             except FileNotFoundError:
+                if not is_added:
+                    return b""
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(path, flags, 0o600)
+            with os.fdopen(descriptor, mode, buffering=0) as file:
+                earlier = file.read(_MAX_EVENTS) or b""
+                if is_added:
+                    file.write(event)
+            if is_added and not earlier:
                 self._make_room()
-                descriptor = os.open(path, CREATE_FLAGS | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                file.write(event)
+        return earlier
 
     def _make_room(self) -> None:
         self._room -= 1
