@@ -132,6 +132,13 @@ def reached_by(code: CodeType, variables: frozenset[str]) -> frozenset[str]:
 _IMPORTS = frozenset(("IMPORT_NAME", "IMPORT_FROM"))
 
 
+def way_to_captured(name: str, names: Names | None) -> Way | None:
+    """The way by a variable, if the code that captured it reads attributes of it, and no more."""
+    if names is None:  # It is not the user's.
+        return None
+    return VARIABLE if all(each.attributes for each in names.reads if each.name == name) else None
+
+
 class Confined:
     """The objects that are confined as far as is known, and what the user's code reads of them."""
 

@@ -26,7 +26,7 @@ from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import is_foreign, is_of_fields, note_unbound_method
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
-from stepcache.fingerprint.escapes import VARIABLE, Way
+from stepcache.fingerprint.escapes import VARIABLE, way_to_captured
 from stepcache.fingerprint.library_modules import note_all_names, note_library_module
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -134,7 +134,7 @@ def _note_captured(
         for read in reads:
             follow_chain(walk, path, value, read)
         if not reads and not (isinstance(value, types.ModuleType) and names is not None):
-            walk.value(path, value, _way_to_captured(name, names))
+            walk.value(path, value, way_to_captured(name, names))
 
 
 def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]:
@@ -143,13 +143,6 @@ def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]
     if names is None or not (by_key or isinstance(value, types.ModuleType)):
         return []
     return [read for read in names.reads if read.kind == "captured" and read.name == name]
-
-
-def _way_to_captured(name: str, names: Names | None) -> Way | None:
-    """The way by a variable, if the code that captured it reads attributes of it, and no more."""
-    if names is None:
-        return None
-    return VARIABLE if all(each.attributes for each in names.reads if each.name == name) else None
 
 
 _COUNTS_TRACES = "/chex/_src/asserts.py"

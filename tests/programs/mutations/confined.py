@@ -8,8 +8,7 @@ configuration.
 from .kinds import Kind
 
 _PROGRAM = """
-        import abc, contextvars, copy, functools, gc, inspect, operator, types, weakref
-        from dataclasses import dataclass
+        import abc, copy, functools, inspect, operator, types
 
         class Base: pass
 
