@@ -15,7 +15,7 @@ from tests.remote.processes import tasks_of
 
 CANCELLED = "the step was cancelled before it began"
 X = np.ones((128, 128), np.float32)
-TURNS = np.int32(1000)
+TURNS = np.int32(200)
 
 
 @sc.step(carry="state", batch="batch")
