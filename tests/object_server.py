@@ -40,7 +40,10 @@ class ObjectServer:
 
     Attributes:
         environment: the variables by which clients find it.
+        fetched: the paths of the objects that were read between the latest two calls of `behave`.
     """
+
+    fetched: list[str]
 
     def __init__(self):
         self.port = _free_port()
@@ -74,7 +77,9 @@ class ObjectServer:
 
     def behave(self, **faults):
         """From now on, until the next call: see `Faults`. Returns how many requests there were."""
-        return json.loads(self._ask("POST", "/-/faults", json.dumps(faults).encode()))
+        before = json.loads(self._ask("POST", "/-/faults", json.dumps(faults).encode()))
+        self.fetched = before["fetched"]
+        return before["requests"]
 
     def objects(self, prefix=""):
         """The bodies of all objects below a prefix, by name."""
@@ -109,6 +114,7 @@ class Faults:
         read_only: writes are answered with 403.
         forbidden: everything is.
         requests: how many there were, by method.
+        fetched: the paths of the objects that were read.
     """
 
     latency: float = 0.0
@@ -119,6 +125,7 @@ class Faults:
     read_only: bool = False
     forbidden: bool = False
     requests: dict[str, int] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
 
 
 class _Proxy(BaseHTTPRequestHandler):
@@ -133,10 +140,12 @@ class _Proxy(BaseHTTPRequestHandler):
         if self.path == "/-/faults":
             with self.lock:
                 before, type(self).faults = self.faults, Faults(**json.loads(body))
-            return self._answer(200, json.dumps(before.requests).encode())
+            return self._answer(200, json.dumps(vars(before)).encode())
         faults, write = self.faults, self.command in ("PUT", "POST", "DELETE")
         with self.lock:
             faults.requests[self.command] = faults.requests.get(self.command, 0) + 1
+            if self.command == "GET" and "?" not in self.path:
+                faults.fetched.append(self.path)
             unavailable, faults.unavailable = faults.unavailable > 0, faults.unavailable - 1
         if faults.hang or (faults.hang_writes and write):
             time.sleep(3600)
