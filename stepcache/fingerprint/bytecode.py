@@ -17,6 +17,7 @@ from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
     LOADS_GLOBAL,
     attribute_asked_for,
+    begins_with_bases,
     instructions_of,
     mere_keys,
     simple_arguments,
@@ -129,7 +130,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     instructions = instructions_of(code)
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
-    names.attributes.update({*code.co_names} - compared, *keywords)
+    own = {code.co_name} if begins_with_bases(code, instructions) else set()
+    names.attributes.update({*code.co_names} - compared - own, *keywords)
     has_type = any(each.argval == "type" and each.opname in LOADS_GLOBAL for each in instructions)
     if has_type and "type" not in compared:
         names.attributes.add(MAKES_ANY)

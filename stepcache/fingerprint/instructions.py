@@ -79,7 +79,27 @@ def _after_chain(instructions: list[dis.Instruction], start: int) -> int:
 def is_for_call(instruction: dis.Instruction) -> bool:
     """Whether an attribute is loaded to be called at once."""
     is_marked = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
-    return instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and is_marked)
+    loads_either = instruction.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR")
+    return instruction.opname == "LOAD_METHOD" or (loads_either and is_marked)
+
+
+def begins_with_bases(code: CodeType, instructions: list[dis.Instruction]) -> bool:
+    """Whether a constructor names its own kind only for its bases: `super().__init__(width)`.
+
+    So it makes no other object, and no object anew.
+    """
+    uses = [index for index, each in enumerate(instructions) if each.argval == code.co_name]
+    return code.co_name in ("__init__", "__new__") and all(
+        _is_asked_of_super(instructions, index) and is_for_call(instructions[index])
+        for index in uses
+    )
+
+
+def _is_asked_of_super(instructions: list[dis.Instruction], index: int) -> bool:
+    if instructions[index].opname == "LOAD_SUPER_ATTR":  # Since Python 3.12.
+        return True
+    before = [(each.opname, each.argval) for each in instructions[max(0, index - 2) : index]]
+    return before == [("LOAD_GLOBAL", "super"), ("CALL", 0)]
 
 
 def mere_keys(code: CodeType) -> set[Any]:

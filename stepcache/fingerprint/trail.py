@@ -32,8 +32,9 @@ _ALWAYS_READ = frozenset(
 _OF_DIALECTS = (
     "delimiter doublequote escapechar lineterminator quotechar quoting skipinitialspace strict"
 ).split()
-# Code that names one of these may make another object of the class of one that it has.
-_MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ __new__ classmethod".split()))
+# The user's code that names one of these may make another object of the class of one that it has.
+# Of what packages make, a recording sees the constructors.
+MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ __new__ classmethod".split()))
 
 
 def making(name: str) -> str:
@@ -286,7 +287,7 @@ class Trail(ABC):
     def _add(self, names: set[str]) -> None:
         new = names - self._names
         self._names |= new
-        if not (self._makes_any or new.isdisjoint(_MAKE_ANY)):
+        if not (self._makes_any or new.isdisjoint(MAKE_ANY)):
             self._makes_any = True
             new |= {name for name in self._waiting if name.startswith(making(""))}
         self._release(new & self._waiting.keys())

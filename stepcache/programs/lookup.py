@@ -45,7 +45,7 @@ from stepcache.fingerprint.provenance import (
 )
 from stepcache.fingerprint.recorder import READERS_OF_FIELDS
 from stepcache.fingerprint.tokens import atom, digest, plain_text
-from stepcache.fingerprint.trail import entered_among
+from stepcache.fingerprint.trail import MAKE_ANY, entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
 from stepcache.jaxcompat import default_device, inspection
 from stepcache.programs.left_by_traces import Left, as_left
@@ -211,7 +211,7 @@ class Lookup:
         if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):
             named.add(READS_ANY)
         return Used(
-            sorted(reads.asked_for | named),
+            sorted((reads.asked_for - MAKE_ANY) | named),
             reads.modules,
             with_library_modules(reads.names, self._walk()),
             [self._file_name(path) for path in sorted(recording.files)],

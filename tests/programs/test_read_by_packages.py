@@ -170,6 +170,46 @@ def test_a_package_may_have_got_hold_of_an_object_before(keep, read, install, tm
     assert "factor" in str(third.step.last_miss)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        "type(given)()",
+        "again(given)",
+        "getattr(given, '__class__')()",
+    ],
+)
+def test_a_constructor_that_a_package_calls_counts_and_others_do_not(make, install, tmp_path):
+    package = f"""
+    def again(given):
+        made = given.__class__.__new__(type(given))
+        getattr(made, "__init__")()
+        return made
+    def make(given):
+        try: return {make}
+        except AttributeError: return None
+    """
+    install("read_pkg", {"__init__.py": package})
+    source = """
+    import time
+    import read_pkg
+
+    class Config:
+        def __init__(self): self.factor = 2
+
+    class Trainer:
+        def __init__(self): self.config, self.started = Config(), time.time()
+        def own(self, x): return x * read_pkg.make(self.config).factor
+
+    trainer = Trainer()
+    step = sc.step(trainer.own)
+    """
+    start(source, "read_pkg", tmp_path)
+    second = start(source, "read_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError):
+        start(source.replace("self.factor = 2", "self.factor = 3"), "read_pkg", tmp_path)
+
+
 def test_a_package_may_make_attributes_of_keys(install, tmp_path):
     package = """
     def mappable(cls):

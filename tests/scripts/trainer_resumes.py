@@ -42,6 +42,22 @@ class Keeping:
             setattr(self, name, time.time_ns())
 
 
+class Loss:
+    def __init__(self, target):
+        self.target = target
+
+
+class MaskedLoss(Loss):
+    """A loss that steps make, whose constructor begins with that of its base."""
+
+    def __init__(self, target, mask):
+        super().__init__(target)
+        self.mask = mask
+
+    def __call__(self, logits):
+        return jnp.mean((logits - self.target) ** 2 * self.mask)
+
+
 class Trainer(Keeping):
     """Its step takes what it also keeps as `params`, `opt_state` and `rng`."""
 
@@ -59,7 +75,7 @@ class Trainer(Keeping):
         def loss_fn(params):
             variables, rngs = {"params": params["params"]}, {"dropout": key}
             logits = self.model.apply(variables, batch["obs"], rngs=rngs)
-            return jnp.mean((logits - batch["target"]) ** 2 * batch.get("mask", 1.0))
+            return MaskedLoss(batch["target"], batch.get("mask", 1.0))(logits)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, opt_state = self.tx.update(grads, opt_state, params)

@@ -938,6 +938,77 @@ OBJECTS = [
         """,
         "Base.__init__",
     ),
+    *(
+        Kind(
+            f"constructor_by_super_{name}",
+            f"""
+            class Base:
+                def __init__(self, rate=«2.0¦3.0»): self.rate = rate
+            class Other(Base):
+                def __init__(self): super().__init__(5.0)
+            class Config(Base):
+                def __init__(self, rate=4.0): self.rate = rate
+                {method}
+            config, other = Config(), Other()
+            def step(x): return x * {made}.rate
+            """,
+            "Base.__init__",
+        )
+        for name, method, made in (
+            ("in_one", "def __init__(self): super().__init__()", "Config()"),
+            (
+                "in_one_of_a_given_class",
+                "def __init__(self): super(Config, self).__init__()",
+                "Config()",
+            ),
+            (
+                "in_one_that_keeps_it",
+                "def __init__(self): base = super().__init__; base()",
+                "Config()",
+            ),
+            (
+                "in_one_beside_another",
+                "def __init__(self): super().__init__(5.0); Base.__init__(self)",
+                "Config()",
+            ),
+            (
+                "in_one_by_another_name",
+                "def reset(self): super().__init__(); return self\n                again = reset",
+                "config.again()",
+            ),
+            ("in_a_method", "def fresh(self): super().__init__(); return self", "config.fresh()"),
+        )
+    ),
+    Kind(
+        "constructor_of_a_sibling_by_super",
+        """
+        class Base:
+            def __init__(self): self.rate = 4.0
+        class Left(Base):
+            def __init__(self): super().__init__()
+        class Right(Base):
+            def __init__(self): self.rate = «2.0¦3.0»
+        class Config(Left, Right): pass
+        def step(x): return x * Config().rate
+        """,
+        "Right.__init__",
+    ),
+    Kind(
+        "constructor_that_is_called_by_another_name",
+        """
+        class Base:
+            def __init__(self): self.rate = «2.0¦3.0»
+        class Config(Base):
+            def __init__(self): super().__init__()
+            again = __init__
+        config = Config()
+        config.rate = 5.0
+        def step(x):
+            config.again()
+            return x * config.rate
+        """,
+        "Base.__init__",
+    ),
     Kind(
         "constructor_of_a_held_class",
         """

@@ -51,6 +51,23 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_one_of_a_base",  # Which the step enters for another class.
+        """
+        import time
+        class Loss:
+            def __init__(self, weight): self.weight = weight
+        class Masked(Loss):
+            def __init__(self, mask):
+                super().__init__(2.0)
+                self.mask = mask
+            def __new__(cls, mask): return super().__new__(cls)
+        class Trainer:
+            def __init__(self): self.rate, self.made = 3.0, (time.time(), «0.1¦0.2»)
+            def run(self, x): return x * self.rate * Masked(x > 0).weight
+        step = Trainer().run
+        """,
+    ),
+    _kind(
         "harmless_beside_a_computed_name",  # Of a module, not of an object.
         """
         class Config:
