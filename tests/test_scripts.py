@@ -203,6 +203,12 @@ def test_trainers_that_go_on_with_saved_weights(tmp_path):
     built_once_then_loaded(script, *steps, runs=3)
 
 
+def test_a_configuration_that_is_another_in_each_run(tmp_path):
+    """Nor do the constructors matter that ask for the time, a directory, or random numbers."""
+    script = Script("trainer_config", tmp_path)
+    built_once_then_loaded(script, "_train", "_train", "_evaluate")
+
+
 @pytest.mark.slow
 def test_a_decorated_method(tmp_path):
     """`self` is static: of no value that another process could know, but for its attributes."""

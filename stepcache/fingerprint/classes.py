@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import argparse
+import dataclasses
 import decimal
 import enum
 import functools
@@ -84,6 +85,8 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         walk.note(f"{path} (order of attributes)", digest(state))
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state), owner)
+    if cls is dataclasses.Field:
+        note_annotation(walk, f"{path}.type", state.pop("type", None))
     for name, each in state.items():
         if selective and (shown := _shown_by(cls)):
             walk.when_named(shown, f"{path}.{name}", each, owner)
@@ -127,6 +130,18 @@ def _content_base(cls: type) -> Any:
     return next((each for each in instances.CONTENT if issubclass(cls, each)), None)
 
 
+def note_annotation(walk: Trail, path: str, annotation: Any) -> None:
+    """Notes the type of a field, of whose classes nobody makes an object because of that."""
+    if issubclass(type(annotation), type):
+        walk.note(path, f"class {walk.follow_class(annotation)}")
+    elif parts := typing.get_args(annotation):
+        walk.note(path, f"{typing.get_origin(annotation)!r} of {len(parts)}")
+        for number, part in enumerate(parts):
+            note_annotation(walk, f"{path}[{number}]", part)
+    else:
+        walk.value(path, annotation)
+
+
 def note_class(walk: Trail, path: str, cls: type) -> None:
     """Notes a class that is used as a value."""
     if cls.__name__ in DYNAMIC_ACCESS and origin_of(cls) != USER:
@@ -165,7 +180,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         for each, member in cls.__members__.items():
             walk.value(f"{name}.{each}", member)
     selective = is_plain(cls)
-    generated = _generated_methods(cls) if selective else frozenset()
+    generated = _generated_methods(cls)
     if generated:
         walk.note(f"{name} (generated)", ", ".join(sorted(generated)))
         walk.read_attributes(_properties_among_fields(cls))

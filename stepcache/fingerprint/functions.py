@@ -15,6 +15,7 @@ from typing import Any
 from stepcache.fingerprint import instances, special_kinds, values
 from stepcache.fingerprint.bytecode import (
     LOCAL_ACCESS,
+    MAKES_ANY,
     UNSEEN,
     Import,
     Names,
@@ -170,6 +171,8 @@ def _follow_global(
         walk.note(path, "builtin id")  # `Lookup.untrackable_in` blames it where a trace comes by.
     elif read.name not in names.accessed and any(value is each for each in _BY_NAME):
         walk.note(path, f"builtin builtins.{value.__name__}")
+    elif value is type and read.name == "type" and MAKES_ANY not in names.attributes:
+        walk.note(path, "builtin builtins.type")  # Only to compare the classes of objects.
     else:
         if any(value is each for each in (builtins.globals, builtins.eval, builtins.exec)):
             _note_namespace(walk, function)

@@ -1009,6 +1009,49 @@ OBJECTS = [
         """,
         "Base.__init__",
     ),
+    *(
+        Kind(
+            f"{what}_of_the_type_of_a_field{name}",
+            f"""
+            import dataclasses, typing
+            class Config:
+                rate = «2.0¦3.0»
+                def __init__(self): self.made = «2.0¦3.0»
+            @dataclasses.dataclass
+            class Net:
+                config: {annotation}
+            TYPE = dataclasses.fields(Net)[0].type
+            def step(x): return x * {found}{read}
+            """,
+            "Config.",
+        )
+        for what, read in (("constructor", "().made"), ("attribute", ".rate"))
+        for name, annotation, found in (
+            ("", "Config", "dataclasses.fields(Net)[0].type"),
+            ("_optional", "typing.Optional[Config]", "typing.get_args(TYPE)[0]"),
+            ("_or_none", "Config | None", "dataclasses.fields(Net)[0].type.__args__[0]"),
+        )
+    ),
+    *(
+        Kind(
+            f"what_a_generated_method_compares_in_{name}",
+            f"""
+            import dataclasses, equinox as eqx, flax.linen as nn, flax.struct as struct
+            @dataclasses.dataclass(frozen=True)
+            class Config: rate: float
+            {base}
+                config: Config
+            first, second = Net(Config(2.0)), Net(Config(«2.0¦3.0»))
+            def step(x): return x * (2 if first == second else 3)
+            """,
+            "second.config.rate",
+        )
+        for name, base in (
+            ("linen", "class Net(nn.Module):"),
+            ("equinox", "class Net(eqx.Module):"),
+            ("struct", "@struct.dataclass\n            class Net:"),
+        )
+    ),
     Kind(
         "constructor_of_a_held_class",
         """

@@ -68,6 +68,45 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_a_question_for_a_class",
+        """
+        import time
+        class Trainer:
+            def __init__(self): self.rate, self.made = 3.0, (time.time(), «0.1¦0.2»)
+            def run(self, x): return x if type(self) is Other else x * self.rate
+        class Other: pass
+        step = Trainer().run
+        """,
+    ),
+    *(
+        _kind(
+            f"harmless_constructor_of_the_type_of_a_field_{name}",
+            f"""
+            import dataclasses, flax.linen as nn, os, time, typing
+            @dataclasses.dataclass
+            class Config:
+                label: str = dataclasses.field(default_factory=lambda: f"{{time.time()}} «1¦2»")
+                width: int = 3
+            class Net(nn.Module):
+                config: {annotation}
+                @nn.compact
+                def __call__(self, x): return nn.Dense(self.config.width)(x)
+            net = Net(Config())
+            weights = net.init(jax.random.key(0), jnp.ones(1))
+            def loss(x, config): return (net.apply(weights, x[:, None]) * config.width).sum()
+            class Trainer:
+                def __init__(self): self.config, self.started = net.config, time.time()
+                def run(self, x): return loss(x, self.config)
+            step = Trainer().run
+            """,
+        )
+        for name, annotation in (
+            ("alone", "Config"),
+            ("or_none", "Config | None"),
+            ("optional", "typing.Optional[Config]"),
+        )
+    ),
+    _kind(
         "harmless_beside_a_computed_name",  # Of a module, not of an object.
         """
         class Config:
