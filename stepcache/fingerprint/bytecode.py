@@ -20,6 +20,7 @@ from stepcache.fingerprint.instructions import (
     begins_with_bases,
     instructions_of,
     mere_keys,
+    only_compares,
     simple_arguments,
 )
 
@@ -113,6 +114,9 @@ class Names:
         return not self.accessed.isdisjoint(DYNAMIC_ACCESS)
 
 
+_CLASS_OF = frozenset(("type", "__class__"))
+
+
 @functools.lru_cache(maxsize=512)
 def names_of(code: CodeType) -> Names:
     """The names that `code` reads. Not to be changed."""
@@ -129,7 +133,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     own_cells = outer_locals | set(code.co_cellvars)
     instructions = instructions_of(code)
     keywords = _keywords(code.co_consts, instructions)
-    compared = {name for name in _CLASS_OF & {*code.co_names} if _only_compares(instructions, name)}
+    compared = {name for name in _CLASS_OF & {*code.co_names} if only_compares(instructions, name)}
     own = {code.co_name} if begins_with_bases(code, instructions) else set()
     names.attributes.update({*code.co_names} - compared - own, *keywords)
     has_type = any(each.argval == "type" and each.opname in LOADS_GLOBAL for each in instructions)
@@ -264,36 +268,6 @@ def _compares(instruction: dis.Instruction) -> bool:
     if instruction.opname == "COMPARE_OP":
         return "==" in instruction.argrepr or "!=" in instruction.argrepr
     return instruction.opname == "BINARY_OP" and instruction.argrepr.startswith("%")
-
-
-_CLASS_OF = frozenset(("type", "__class__"))
-_SINGLE_LOADS = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST_BORROW")
-
-
-def _only_compares(instructions: list[dis.Instruction], name: str) -> bool:
-    """Whether code asks for the class of objects only to compare or to name it.
-
-    As the methods that `dataclasses` generates do: `other.__class__ is self.__class__`. So no
-    instance is made of it.
-    """
-    for index, instruction in enumerate(instructions):
-        if instruction.argval != name or not instruction.opname.startswith("LOAD_"):
-            continue
-        following = instructions[index + 1 : index + 6]
-        if name == "type":  # The class is there when it has been called, with one variable.
-            called = [(i.opname, i.arg) for i in following[1:2]] == [("CALL", 1)]
-            if instruction.opname not in LOADS_GLOBAL or not called:
-                return False
-            following = following[2:]
-        if following and following[0].argval in ("__name__", "__qualname__"):
-            continue
-        if following and following[0].opname in _SINGLE_LOADS:  # What it is compared with.
-            following = following[1:]
-            if following and following[0].argval == "__class__":
-                following = following[1:]
-        if not following or following[0].opname not in ("IS_OP", "COMPARE_OP"):
-            return False
-    return True
 
 
 def _chain(instructions: list[dis.Instruction], index: int) -> tuple[str, ...]:

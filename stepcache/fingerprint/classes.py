@@ -86,7 +86,7 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     elif len(state) > 1:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state), owner)
     if cls is dataclasses.Field:
-        note_annotation(walk, f"{path}.type", state.pop("type", None))
+        _note_annotation(walk, f"{path}.type", state.pop("type", None))
     for name, each in state.items():
         if selective and (shown := _shown_by(cls)):
             walk.when_named(shown, f"{path}.{name}", each, owner)
@@ -130,14 +130,13 @@ def _content_base(cls: type) -> Any:
     return next((each for each in instances.CONTENT if issubclass(cls, each)), None)
 
 
-def note_annotation(walk: Trail, path: str, annotation: Any) -> None:
+def _note_annotation(walk: Trail, path: str, annotation: Any) -> None:
     """Notes the type of a field, of whose classes nobody makes an object because of that."""
     if issubclass(type(annotation), type):
         walk.note(path, f"class {walk.follow_class(annotation)}")
     elif parts := typing.get_args(annotation):
-        walk.note(path, f"{typing.get_origin(annotation)!r} of {len(parts)}")
-        for number, part in enumerate(parts):
-            note_annotation(walk, f"{path}[{number}]", part)
+        for number, part in enumerate((typing.get_origin(annotation), *parts)):
+            _note_annotation(walk, f"{path}[{number}]", part)
     else:
         walk.value(path, annotation)
 

@@ -88,18 +88,48 @@ def begins_with_bases(code: CodeType, instructions: list[dis.Instruction]) -> bo
 
     So it makes no other object, and no object anew.
     """
-    uses = [index for index, each in enumerate(instructions) if each.argval == code.co_name]
     return code.co_name in ("__init__", "__new__") and all(
-        _is_asked_of_super(instructions, index) and is_for_call(instructions[index])
-        for index in uses
+        is_for_call(each) and _is_asked_of_super(instructions, index)
+        for index, each in enumerate(instructions)
+        if each.argval == code.co_name
     )
 
 
 def _is_asked_of_super(instructions: list[dis.Instruction], index: int) -> bool:
+    """Whether an attribute is loaded of `super()`, without arguments."""
     if instructions[index].opname == "LOAD_SUPER_ATTR":  # Since Python 3.12.
-        return True
+        return not (instructions[index].arg or 0) & 2
     before = [(each.opname, each.argval) for each in instructions[max(0, index - 2) : index]]
     return before == [("LOAD_GLOBAL", "super"), ("CALL", 0)]
+
+
+def only_compares(instructions: list[dis.Instruction], name: str) -> bool:
+    """Whether code asks for the class of objects only to compare or to name it.
+
+    As the methods that `dataclasses` generates do: `other.__class__ is self.__class__`. So no
+    instance is made of it.
+    """
+    for index, instruction in enumerate(instructions):
+        if instruction.argval != name or not instruction.opname.startswith("LOAD_"):
+            continue
+        following = instructions[index + 1 : index + 6]
+        if name == "type":  # The class is there when it has been called, with one variable.
+            called = [(i.opname, i.arg) for i in following[1:2]] == [("CALL", 1)]
+            if instruction.opname not in LOADS_GLOBAL or not called:
+                return False
+            following = following[2:]
+        if following and following[0].argval in ("__name__", "__qualname__"):
+            continue
+        if following and following[0].opname in _SINGLE_LOADS:  # What it is compared with.
+            following = following[1:]
+            if following and following[0].argval == "__class__":
+                following = following[1:]
+        if not following or following[0].opname not in ("IS_OP", "COMPARE_OP"):
+            return False
+    return True
+
+
+_SINGLE_LOADS = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST_BORROW")
 
 
 def mere_keys(code: CodeType) -> set[Any]:

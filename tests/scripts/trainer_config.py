@@ -25,7 +25,7 @@ class Config:
     rate: float = 1e-3
     width: int = 8
     name: str = dataclasses.field(default_factory=lambda: f"run-{uuid.uuid4().hex[:6]}")
-    directory: str = dataclasses.field(default_factory=tempfile.mkdtemp)
+    directory: str = dataclasses.field(default_factory=lambda: tempfile.mkdtemp(dir="."))
     seed: int = dataclasses.field(default_factory=os.getpid)
 
 

@@ -944,12 +944,10 @@ OBJECTS = [
             f"""
             class Base:
                 def __init__(self, rate=«2.0¦3.0»): self.rate = rate
-            class Other(Base):
-                def __init__(self): super().__init__(5.0)
             class Config(Base):
                 def __init__(self, rate=4.0): self.rate = rate
                 {method}
-            config, other = Config(), Other()
+            config = Config()
             def step(x): return x * {made}.rate
             """,
             "Base.__init__",
@@ -992,6 +990,33 @@ OBJECTS = [
         def step(x): return x * Config().rate
         """,
         "Right.__init__",
+    ),
+    Kind(
+        "constructor_by_super_of_another_object",
+        """
+        class Base:
+            def __init__(self): self.rate = «2.0¦3.0»
+        class Held(Base):
+            def __init__(self): self.rate = 5.0
+        class Maker:
+            def __init__(self): super(Held, held).__init__()
+        held = Held()
+        def step(x):
+            Maker()
+            return x * held.rate
+        """,
+        "Base.__init__",
+    ),
+    Kind(
+        "attribute_of_the_generic_type_of_a_field",
+        """
+        import dataclasses, typing
+        class Box(typing.Generic[typing.TypeVar("T")]): rate = «2.0¦3.0»
+        @dataclasses.dataclass
+        class Net: box: Box[int] | None
+        def step(x): return x * dataclasses.fields(Net)[0].type.__args__[0].__origin__.rate
+        """,
+        "Box.rate",
     ),
     Kind(
         "constructor_that_is_called_by_another_name",

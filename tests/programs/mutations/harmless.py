@@ -82,7 +82,7 @@ HARMLESS = [
         _kind(
             f"harmless_constructor_of_the_type_of_a_field_{name}",
             f"""
-            import dataclasses, flax.linen as nn, os, time, typing
+            import dataclasses, flax.linen as nn, time, typing
             @dataclasses.dataclass
             class Config:
                 label: str = dataclasses.field(default_factory=lambda: f"{{time.time()}} «1¦2»")
