@@ -22,6 +22,7 @@ from stepcache.fingerprint.instructions import (
     mere_keys,
     only_compares,
     simple_arguments,
+    where_classes_are_tested,
 )
 
 _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -75,6 +76,7 @@ class Read:
     # Constants by which it is then subscripted, in order; or the one that `get` is asked for, which
     # is the last attribute then.
     keys: tuple[str, ...] = ()
+    tests: bool = False  # Only whether something is an instance of the class that it leads to.
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
         names.attributes.add(READS_SETTINGS)
     constants = tuple(each for each in code.co_consts if not any(each is k for k in keywords))
     _collect_constants(constants, names, own_cells, whole, mere_keys(code))
+    tested = where_classes_are_tested(code, instructions)
     bound: dict[str, tuple[int, str]] = {}  # local name -> the module imported as it
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
@@ -165,7 +168,7 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
             chain = _chain(instructions, index)
             keys = _keys(instructions, index + len(chain) - (chain[-1:] == ("get",)))
             kind = "global" if operation in LOADS_GLOBAL else "captured"
-            names.reads[Read(kind, argument, chain, keys)] = None
+            names.reads[Read(kind, argument, chain, keys, instruction.offset in tested)] = None
         elif operation in LOADS_ATTRIBUTE or operation == "IMPORT_FROM":
             names.loads.add(argument)
         elif operation == "IMPORT_NAME":

@@ -154,8 +154,24 @@ def note_class(walk: Trail, path: str, cls: type) -> None:
 def may_be_called(walk: Trail, cls: type) -> None:
     """Notes that code has a class as a value, and so may make instances of it."""
     opened_files.watch_before_call(cls)
-    bases = (base for base in cls.__mro__ if origin_of(base) == USER)
-    walk.read_attributes(making(walk.follow_class(base)) for base in bases)
+    walk.read_attributes(making(walk.follow_class(base)) for base in _users_bases(cls))
+
+
+def _users_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if origin_of(base) == USER]
+
+
+def note_tested_class(walk: Trail, path: str, cls: Any) -> bool:
+    """Notes a class of the user's that objects are only tested for: nobody makes an object of it.
+
+    Returns whether it did so. Not where this is no such class, or tests run code of the user's.
+    """
+    if not issubclass(type(cls), type) or _users_bases(type(cls)) or origin_of(cls) != USER:
+        return False
+    if any("__subclasshook__" in vars(base) for base in _users_bases(cls)):
+        return False
+    walk.note(path, f"class {walk.follow_class(cls)}")
+    return True
 
 
 def follow_user_class(walk: Trail, name: str, cls: type) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -24,11 +25,20 @@ from stepcache.fingerprint.bytecode import (
     names_of,
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
-from stepcache.fingerprint.classes import is_foreign, is_of_fields, note_unbound_method
+from stepcache.fingerprint.classes import (
+    is_foreign,
+    is_of_fields,
+    note_tested_class,
+    note_unbound_method,
+)
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.escapes import VARIABLE, way_to_captured
-from stepcache.fingerprint.library_modules import note_all_names, note_library_module
+from stepcache.fingerprint.modules_as_values import (
+    OF_EACH,
+    note_asked_module,
+    note_library_module,
+)
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -98,7 +108,7 @@ def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
         package = function.__globals__.get("__package__") or ""
         _follow_module(walk, label, package, imported)
     for asked in names.asked:
-        _note_all_names(walk, _module_asked(function, asked))
+        note_asked_module(walk, _module_asked(function, asked))
     if "isEnabledFor" in names.loads or "getEffectiveLevel" in names.loads:
         walk.read_attributes((_ASKING_LOGGERS,))
     if not is_of_fields(function):
@@ -153,6 +163,11 @@ def _follow_global(
     walk: Trail, label: str, function: types.FunctionType, read: Read, names: Names
 ) -> None:
     space = function.__globals__
+    if read.tests and any(
+        space.get(each.__name__, function.__builtins__.get(each.__name__)) is not each
+        for each in _TESTS
+    ):
+        read = dataclasses.replace(read, tests=False)  # Others than Python's are asked.
     if not walk.first_time((id(space), read)):
         return
     path = f"{walk.namespace(space, function)}:{read.name}"
@@ -180,14 +195,15 @@ def _follow_global(
 
 
 _BY_NAME = (getattr, hasattr)
+_TESTS = (isinstance, issubclass)  # As long as nobody has replaced them.
 
 
 def _note_namespace(walk: Trail, function: types.FunctionType) -> None:
     space = function.__globals__
     label = walk.namespace(space, function)
-    walk.note(f"{label} (order)", str([key for key in space if key not in _OF_MODULES]))
+    walk.note(f"{label} (order)", str([key for key in space if key not in OF_EACH]))
     for key, value in list(space.items()):
-        if key not in _OF_MODULES and walk.first_time((id(space), Read("global", key, ()))):
+        if key not in OF_EACH and walk.first_time((id(space), Read("global", key, ()))):
             walk.value(f"{label}:{key}", value)
 
 
@@ -224,7 +240,8 @@ def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
         _check_standard_stream(walk, path, value)
     keys = read.keys if remaining in ([], ["get"]) else ()
     walk.confined.read.update(remaining)
-    walk.part(path, value, keys, VARIABLE if remaining else None)
+    if remaining or not (read.tests and note_tested_class(walk, path, value)):
+        walk.part(path, value, keys, VARIABLE if remaining else None)
 
 
 def _note_library_value(
@@ -352,25 +369,6 @@ def _follow_source(walk: Trail, label: str, name: str) -> None:
     walk.add_names(names)
 
 
-def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
-    """Notes a module that is passed around: one of the user's by the names that code names."""
-    walk.note(path, f"module {value.__name__}")
-    if value is builtins:
-        walk.reads_any_attribute()
-    if origin_of_module(value.__name__) != USER:
-        walk.distribution(value.__name__)
-        note_library_module(walk, value)
-        return
-    if type(value) is not types.ModuleType:
-        walk.follow_class(type(value))
-    label = walk.namespace(vars(value), None, value.__name__)
-    for name, each in vars(value).copy().items():
-        if name == "__getattr__":  # Python asks it for what is not there.
-            walk.value(f"{label}:{name}", each)
-        elif name not in _OF_MODULES:
-            walk.when_named(name, f"{label}:{name}", each)
-
-
 def _module_asked(function: types.FunctionType, asked: Read) -> types.ModuleType | None:
     """The module that a function asks for names which it computes, if it is one."""
     value: Any = function.__globals__.get(asked.name)
@@ -383,23 +381,3 @@ def _module_asked(function: types.FunctionType, asked: Read) -> types.ModuleType
     for name in asked.attributes:
         value = vars(value).get(name) if type(value) is types.ModuleType else None
     return value if type(value) is types.ModuleType else None
-
-
-def _note_all_names(walk: Trail, module: types.ModuleType | None) -> None:
-    """Notes whatever a name in a module may mean: one of the user's, or of a well known package."""
-    if module is not None and module.__name__.partition(".")[0] in values.TRUSTED:
-        note_all_names(walk, module)
-    elif module is not None and origin_of_module(module.__name__) == USER:
-        label = walk.namespace(vars(module), None, module.__name__)
-        for name, each in vars(module).copy().items():
-            if name not in _OF_MODULES:
-                walk.value(f"{label}:{name}", each)
-    else:
-        walk.reads_any_attribute()
-
-
-# What Python keeps in each module.
-_OF_MODULES = frozenset(
-    "__name__ __doc__ __package__ __loader__ __spec__ __file__ __cached__ __builtins__ __path__ "
-    "__annotations__ __annotate__ __conditional_annotations__".split()
-)

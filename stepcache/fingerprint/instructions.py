@@ -112,12 +112,12 @@ def only_compares(instructions: list[dis.Instruction], name: str) -> bool:
     for index, instruction in enumerate(instructions):
         if instruction.argval != name or not instruction.opname.startswith("LOAD_"):
             continue
-        following = instructions[index + 1 : index + 6]
-        if name == "type":  # The class is there when it has been called, with one variable.
-            called = [(i.opname, i.arg) for i in following[1:2]] == [("CALL", 1)]
-            if instruction.opname not in LOADS_GLOBAL or not called:
+        following = instructions[index + 1 :]
+        if name == "type":  # The class is there when it has been called, with one chain of names.
+            arguments = simple_arguments(following)
+            if instruction.opname not in LOADS_GLOBAL or len(arguments) != 1:
                 return False
-            following = following[2:]
+            following = following[len(arguments[0]) + 1 :]
         if following and following[0].argval in ("__name__", "__qualname__"):
             continue
         if following and following[0].opname in _SINGLE_LOADS:  # What it is compared with.
@@ -130,6 +130,71 @@ def only_compares(instructions: list[dis.Instruction], name: str) -> bool:
 
 
 _SINGLE_LOADS = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST_BORROW")
+
+
+def where_classes_are_tested(code: CodeType, instructions: list[dis.Instruction]) -> set[int]:
+    """The offsets at which code loads a class only to ask whether an object is one of its kind.
+
+    As in `isinstance(x, (A, module.B))`, `type(x) is A`, `case A(rate=rate)`.
+    """
+    calls = set() if _TESTS.isdisjoint(code.co_names) else _calls_of_tests(code)
+    found: set[int] = set()
+    for index, each in enumerate(instructions):
+        if each.opname == "IS_OP" or each.offset in calls:
+            found.update(_loads_before(instructions, index))
+        elif each.opname == "MATCH_CLASS":  # A constant between them has names of attributes.
+            found.update(_loads_before(instructions, index - 1))
+    return found
+
+
+def _calls_of_tests(code: CodeType) -> set[int]:
+    """The offsets at which `isinstance` and `issubclass` are called with two plain arguments."""
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "PRECALL"]
+    found = set()
+    for index, each in enumerate(instructions):
+        if each.opname in LOADS_GLOBAL and each.argval in _TESTS:
+            above = 0  # How many values lie above it.
+            for after in instructions[index + 1 :]:
+                count = after.arg or 0
+                if after.opcode in _JUMPS or after.is_jump_target or after.opname in _MOVES:
+                    break
+                if after.opname == "CALL" and above <= count:
+                    if above == count == 2:
+                        found.add(after.offset)
+                    break
+                is_call = after.opname == "CALL"
+                above -= count + 1 if is_call else -dis.stack_effect(after.opcode, after.arg)
+    return found
+
+
+_TESTS = frozenset(("isinstance", "issubclass"))
+_MOVES = ("SWAP", "COPY")
+
+
+def _loads_before(instructions: list[dis.Instruction], end: int) -> list[int]:
+    """The offsets of the globals in the expression before `end`: `a`, `(a, b.c)`, `a | None`.
+
+    Empty if it is another one, or if only a part of it is certain to run before `end`.
+    """
+    found: list[int] = []
+    missing, at = 1, end
+    while missing:
+        if at == 0 or instructions[at].is_jump_target:
+            return []
+        at -= 1
+        each = instructions[at]
+        if each.opname == "BUILD_TUPLE":
+            missing += (each.arg or 0) - 1
+        elif each.opname == "BINARY_OP" and each.argrepr == "|":
+            missing += 1
+        elif each.opname in LOADS_GLOBAL:
+            found.append(each.offset)
+            missing -= 1
+        elif each.opname == "LOAD_CONST" or each.opname.startswith("LOAD_FAST"):
+            missing -= 1
+        elif each.opname != "LOAD_ATTR" or is_for_call(each):
+            return []
+    return found
 
 
 def mere_keys(code: CodeType) -> set[Any]:
@@ -163,7 +228,7 @@ def _is_key(instructions: list[dis.Instruction], index: int) -> bool:
         return bool(called) and called[0].arg in (1, 2)
     above = 0  # How many values lie above it.
     for each in instructions[index + 1 :]:
-        if each.opcode in _JUMPS or each.opname in ("SWAP", "COPY"):
+        if each.opcode in _JUMPS or each.opname in _MOVES:
             return False
         now = above + dis.stack_effect(each.opcode, each.arg, jump=False)
         if now <= above and now <= 0:

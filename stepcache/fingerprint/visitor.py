@@ -20,7 +20,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.fingerprint import classes, functions, records, special_kinds, values
+from stepcache.fingerprint import (
+    classes,
+    functions,
+    modules_as_values,
+    records,
+    special_kinds,
+    values,
+)
 from stepcache.fingerprint.escapes import Way
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of
 from stepcache.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_text, short
@@ -88,7 +95,7 @@ class Walk(Trail):
         elif issubclass(type(value), type):
             classes.note_class(self, path, value)
         elif issubclass(type(value), types.ModuleType):
-            functions.note_module(self, path, value)
+            modules_as_values.note_module(self, path, value)
         elif type(value).__module__.startswith("weakref") and "Proxy" in type(value).__name__:
             self.blame(path, "it is a weak reference that poses as its object")
         elif not special_kinds.note_special(self, path, value):

@@ -32,7 +32,7 @@ from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.dependencies import digest_dependencies, names_about
 from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.findings import Findings
-from stepcache.fingerprint.library_modules import with_library_modules
+from stepcache.fingerprint.modules_as_values import with_library_modules
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,

@@ -282,6 +282,46 @@ def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
 
 
 @pytest.mark.parametrize(
+    ("text", "only_tests"),
+    [
+        ("isinstance(x, A)", True),
+        ("isinstance(x[0].y(3), (int, A, x.B))", True),
+        ("issubclass(x, A | None)", True),
+        ("isinstance(x(1, k=2), A)", True),
+        ("isinstance(x, m.A)", True),
+        ("type(x) is A", True),
+        ("[isinstance(y, A) for y in x]", True),
+        ("isinstance(x, A) and A()", False),
+        ("isinstance(A(), x)", False),
+        ("isinstance(x, A())", False),
+        ("isinstance(x, A if x else int)", False),
+        ("isinstance((x(), x()), x(x, A))", False),
+        ("isinstance(x(A), int)", False),
+        ("isinstance(x(1, A), m.B)", False),
+        ("isinstance(*x, A)", False),
+        ("isinstance(x, [A])", False),
+        ("x.isinstance(x, A)", False),
+        ("x(isinstance, A)", False),
+        ("A is type(x)", False),
+        ("x == A", False),
+        ("x in (A, int)", False),
+        ("(type(x) is (A if x else int), 1, x.y, 2, x.z)", False),
+        ("(x, A)", False),
+    ],
+)
+def test_code_that_only_asks_whether_objects_are_of_a_class(text, only_tests):
+    reads = names_of(compiled(f"def f(x): return {text}")).reads
+    found = [read for read in reads if "A" in (read.name, *read.attributes)]
+    assert found and all(read.tests for read in found) == only_tests
+
+
+def test_a_pattern_only_asks_whether_an_object_is_of_a_class():
+    text = "def f(x):\n match x:\n  case A(): return 1\n  case m.A(rate=r): return r"
+    reads = names_of(compiled(text)).reads
+    assert {(each.name, each.tests) for each in reads} == {("A", True), ("m", True)}
+
+
+@pytest.mark.parametrize(
     ("text", "is_name"),
     [
         ("x['rate']", False),

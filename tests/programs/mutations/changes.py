@@ -1077,6 +1077,81 @@ OBJECTS = [
             ("struct", "@struct.dataclass\n            class Net:"),
         )
     ),
+    *(
+        Kind(
+            f"constructor_of_a_class_that_is_tested_and_{name}",
+            f"""
+            class Config:
+                def __init__(self): self.rate = «2.0¦3.0»
+            class Other: rate = 5.0
+            OTHER = Other()
+            {more}
+            def step(x): return x * {rate}
+            """,
+            "Config.__init__",
+        )
+        for name, more, rate in (
+            ("made", "", "(OTHER if isinstance(OTHER, Config) else Config()).rate"),
+            ("made_before", "", "(Config().rate if not isinstance(OTHER, Config) else 1)"),
+            (
+                "made_elsewhere",
+                "def make(): return Config()",
+                "(isinstance(OTHER, Config) or make().rate)",
+            ),
+            ("named", "KIND = Config", "(isinstance(OTHER, Config) or KIND().rate)"),
+            (
+                "in_a_tuple",
+                "",
+                "(isinstance(OTHER, Config) or [each() for each in (Config,)][0].rate)",
+            ),
+            (
+                "given",
+                "def make(kind): return kind()",
+                "(isinstance(make(Config), Other) or make(Config).rate)",
+            ),
+            (
+                "compared_by_its_owner",
+                "Other.__eq__ = lambda self, other: other().rate == 2.0",
+                "(2.0 if OTHER == Config else 1.0)",
+            ),
+            (
+                "tested_by_another_function",
+                "def isinstance(it, kind): return kind().rate",
+                "isinstance(OTHER, Config)",
+            ),
+        )
+    ),
+    *(
+        Kind(
+            f"what_a_{name}_makes_of_a_class_that_is_tested",
+            f"""
+            import abc
+            class Meta(type):
+                def __instancecheck__(cls, it): return cls().rate == it.rate
+            class Hooked(abc.ABC):
+                @classmethod
+                def __subclasshook__(cls, kind): return cls().rate == kind.rate
+            class Config({bases}):
+                def __init__(self): self.rate = «2.0¦3.0»
+            class Other: rate = 2.0
+            OTHER = Other()
+            def step(x): return x * (2 if isinstance(OTHER, Config) else 3)
+            """,
+            "Config.__init__",
+        )
+        for name, bases in (("metaclass", "metaclass=Meta"), ("subclass_hook", "Hooked"))
+    ),
+    Kind(
+        "base_of_a_class_that_is_tested",
+        """
+        class First: pass
+        class Second: pass
+        class Config(«First¦Second»): pass
+        CONFIG = Config()
+        def step(x): return x * (2 if isinstance(CONFIG, First) else 3)
+        """,
+        "Config",
+    ),
     Kind(
         "constructor_of_a_held_class",
         """

@@ -80,6 +80,33 @@ HARMLESS = [
     ),
     *(
         _kind(
+            f"harmless_constructor_of_a_class_that_is_{name}",
+            f"""
+            import time
+            class Config:
+                def __init__(self): self.rate, self.made = 3.0, (time.time(), «0.1¦0.2»)
+            class Trainer:
+                def __init__(self): self.config = Config()
+                def run(self, x):
+                    rate = self.config.rate
+                    {test}
+                    return x * rate
+            step = Trainer().run
+            """,
+        )
+        for name, test in (
+            ("tested", "rate += isinstance(self.config, Config)"),
+            ("tested_with_others", "rate += isinstance(self.config, (dict, Config | None))"),
+            ("tested_for_its_kind", "rate += issubclass(bool, (dict, Config))"),
+            ("compared", "rate += type(self.config) is Config"),
+            (
+                "a_pattern",
+                "match self.config:\n                        case Config(rate=rate): pass",
+            ),
+        )
+    ),
+    *(
+        _kind(
             f"harmless_constructor_of_the_type_of_a_field_{name}",
             f"""
             import dataclasses, flax.linen as nn, time, typing

@@ -1,4 +1,4 @@
-"""What the user's code reads of modules of packages, or of Python, that it has as values.
+"""What the user's code reads of modules that it has as values.
 
 `jax.nn.gelu` is a chain that a walk follows. Of `nn = jax.nn`, or of a module that is an argument,
 code may read any name that it contains; of a module that it asks for computed names, all.
@@ -6,18 +6,44 @@ code may read any name that it contains; of a module that it asks for computed n
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_IN
-from stepcache.fingerprint.provenance import INSTALLED, PYTHON, origin_of_module
+from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of_module
 from stepcache.fingerprint.tokens import ATOMS, digest
 from stepcache.fingerprint.trail import Trail
+from stepcache.fingerprint.values import TRUSTED
 
 # Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a program is
 # lowered, and stepcache's own are not to be replaced.
 _LEFT_OUT = ("jaxlib", "stepcache")
+OF_EACH = frozenset(
+    "__name__ __doc__ __package__ __loader__ __spec__ __file__ __cached__ __builtins__ __path__ "
+    "__annotations__ __annotate__ __conditional_annotations__".split()
+)
+"""What Python keeps in each module."""
+
+
+def note_module(walk: Trail, path: str, value: types.ModuleType) -> None:
+    """Notes a module that is passed around: one of the user's by the names that code names."""
+    walk.note(path, f"module {value.__name__}")
+    if value is builtins:
+        walk.reads_any_attribute()
+    if origin_of_module(value.__name__) != USER:
+        walk.distribution(value.__name__)
+        note_library_module(walk, value)
+        return
+    if type(value) is not types.ModuleType:
+        walk.follow_class(type(value))
+    label = walk.namespace(vars(value), None, value.__name__)
+    for name, each in vars(value).copy().items():
+        if name == "__getattr__":  # Python asks it for what is not there.
+            walk.value(f"{label}:{name}", each)
+        elif name not in OF_EACH:
+            walk.when_named(name, f"{label}:{name}", each)
 
 
 def note_library_module(walk: Trail, module: types.ModuleType) -> None:
@@ -26,7 +52,20 @@ def note_library_module(walk: Trail, module: types.ModuleType) -> None:
     walk.when_dynamic(f"{NAMES_IN}{module.__name__}", _own_names(module))
 
 
-def note_all_names(walk: Trail, module: types.ModuleType) -> None:
+def note_asked_module(walk: Trail, module: types.ModuleType | None) -> None:
+    """Notes whatever a name in a module may mean: one of the user's, or of a well known package."""
+    if module is not None and module.__name__.partition(".")[0] in TRUSTED:
+        _note_all_names(walk, module)
+    elif module is not None and origin_of_module(module.__name__) == USER:
+        label = walk.namespace(vars(module), None, module.__name__)
+        for name, each in vars(module).copy().items():
+            if name not in OF_EACH:
+                walk.value(f"{label}:{name}", each)
+    else:
+        walk.reads_any_attribute()
+
+
+def _note_all_names(walk: Trail, module: types.ModuleType) -> None:
     """Notes that code asks a module for names that it computes."""
     walk.library_modules[module.__name__] = True
     walk.note(f"{NAMES_IN}{module.__name__}", digest(_own_names(module)))
