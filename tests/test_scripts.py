@@ -156,6 +156,13 @@ def test_a_train_state_of_linen(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+def test_states_that_steps_make(tmp_path):
+    """Their trees hold the model and the optimizer, which each process has for itself."""
+    script = Script("state_made_in_a_step", tmp_path)
+    steps = ("made_of_statics", "made_of_globals", "made_by", "made_of_cells", "_init", "_train")
+    built_once_then_loaded(script, *steps)
+
+
 @pytest.mark.slow
 def test_linear_algebra(tmp_path):
     """LAPACK's functions are found when JAX lowers a call of one, and without a trace too."""

@@ -344,12 +344,16 @@ def test_outputs_that_cannot_be_stored_are_named(tmp_path):
     Pair = make()
     @sc.step
     def step(x):
-        return Pair(x * 2)
+        return {pair}(x * 2)
     """
-    _, (first, second) = twice(source, lambda step: step(np.ones(8)).x, tmp_path)
+    held, made = source.format(pair="Pair"), source.format(pair="make()")
+    _, (first, second) = twice(made, lambda step: step(np.ones(8)).x, tmp_path)
     assert levels(second.stats()) == WITHOUT_COMPILING
     for step in (first, second):
         assert any("Pair that cannot be stored" in text for text in step.last_miss.untrackable)
+    (other := tmp_path / "held").mkdir()
+    _, (_, second) = twice(held, lambda step: step(np.ones(8)).x, other)
+    assert levels(second.stats()) == WITHOUT_A_TRACE, second.last_miss
 
 
 def test_a_changed_function_is_built_and_the_change_named(tmp_path):

@@ -1,4 +1,4 @@
-"""How a walk looks at instances and classes.
+"""How a walk looks at classes.
 
 Attributes that only the user's own code can read are noted when code is found that names them.
 """
@@ -12,19 +12,16 @@ import decimal
 import enum
 import functools
 import inspect
-import operator
 import re
+import sys
 import types
 import typing
 from typing import Any
 
 from stepcache.fingerprint import instances, opened_files, values
-from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import (
     DYNAMIC_ACCESS,
     MAKES_ANY,
-    SHOWS_ARGUMENTS,
-    SHOWS_NAMESPACES,
     names_of,
 )
 from stepcache.fingerprint.callers import OF_EQUINOX
@@ -41,7 +38,6 @@ from stepcache.fingerprint.provenance import (
 from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
-    digest,
     plain_text,
     qualified_name,
 )
@@ -56,89 +52,6 @@ _INTERNALS = frozenset(
     "__dataclass_params__ __signature__ __jax_pytree__ __classdictcell__ __slotnames__".split()
 )
 _ENUM_INTERNALS = re.compile(r"_(member_map|value2member_map|member_names|unhashable\w*|use_args)_")
-
-
-def note_instance(walk: Trail, path: str, value: Any) -> None:
-    """Notes an object of a class that has no handler of its own."""
-    cls = type(value)
-    state = instances.attributes_of(value)
-    if not instances.is_shown(cls):
-        parts = instances.taken_apart(value)
-        if parts is None:
-            walk.blame(path, f"a {cls.__module__}.{cls.__qualname__} cannot be looked into")
-            return
-        walk.note(path, f"a {walk.follow_class(cls)}, taken apart")
-        values.note_items(walk, f"{path} (parts)", parts, "parts")
-        if isinstance(value, operator.attrgetter | operator.methodcaller):
-            walk.reads_any_attribute()
-        return
-    walk.note(path, f"a {walk.follow_class(cls)}")
-    _note_content(walk, path, value)
-    if (config := config_among(cls)) is not None:
-        state = note_config(walk, path, config, state)
-    elif is_model(cls):
-        note_model(walk, path, state)
-        return
-    selective = is_plain(cls)
-    owner = walk.confined.confine(value) if selective else 0
-    if not selective and len(state) > 1:
-        walk.note(f"{path} (order of attributes)", digest(state))
-    elif len(state) > 1:
-        walk.when_dynamic(f"{path} (order of attributes)", tuple(state), owner)
-    if cls is dataclasses.Field:
-        _note_annotation(walk, f"{path}.type", state.pop("type", None))
-    for name, each in state.items():
-        if selective and (shown := _shown_by(cls)):
-            walk.when_named(shown, f"{path}.{name}", each, owner)
-        if (selective and not is_special(name)) or (cls.__module__, name) == _RESOLVED:
-            walk.when_named(name, f"{path}.{name}", each, owner)
-        else:
-            walk.value(f"{path}.{name}", each)
-
-
-def _shown_by(cls: type) -> str:
-    """What stands among the names that code reads if it needs all attributes of such an object.
-
-    The methods that show and compare Python's namespaces are not the user's, so no code of theirs
-    names the attributes.
-    """
-    if issubclass(cls, types.SimpleNamespace):
-        return SHOWS_NAMESPACES
-    return SHOWS_ARGUMENTS if issubclass(cls, argparse.Namespace) else ""
-
-
-# What resolvers gave before, such as the time that hydra asks for, is named by code that asks them.
-_RESOLVED = ("omegaconf.base", "resolver_cache")
-
-
-def _note_content(walk: Trail, path: str, value: Any) -> None:
-    base = _content_base(type(value))
-    fields = getattr(type(value), "_fields", ())
-    if isinstance(value, functools.partial):
-        values.note_partial(walk, path + values.CONTENT, value)
-    elif isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value):
-        for name, each in zip(fields, tuple.__iter__(value), strict=True):
-            walk.value(f"{path}.{name}", each)
-    elif base is not None and base in values.HANDLERS:
-        values.HANDLERS[base](walk, path + values.CONTENT, value)
-    elif base is not None:
-        walk.note(path + values.CONTENT, base.__repr__(value))
-
-
-@functools.lru_cache(maxsize=4096)
-def _content_base(cls: type) -> Any:
-    return next((each for each in instances.CONTENT if issubclass(cls, each)), None)
-
-
-def _note_annotation(walk: Trail, path: str, annotation: Any) -> None:
-    """Notes the type of a field, of whose classes nobody makes an object because of that."""
-    if issubclass(type(annotation), type):
-        walk.note(path, f"class {walk.follow_class(annotation)}")
-    elif parts := typing.get_args(annotation):
-        for number, part in enumerate((typing.get_origin(annotation), *parts)):
-            _note_annotation(walk, f"{path}[{number}]", part)
-    else:
-        walk.value(path, annotation)
 
 
 def note_class(walk: Trail, path: str, cls: type) -> None:
@@ -201,6 +114,10 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         walk.read_attributes(_properties_among_fields(cls))
     order = tuple(each for each in vars(cls) if each not in _INTERNALS)
     walk.when_dynamic(f"{name} (order of attributes)", order)
+    for each, annotation in (vars(cls).get("__annotations__") or {}).items():
+        field = dataclasses.field()
+        field.type = annotation
+        walk.when_named("__annotations__", f"{name}.{each} (annotation)", field)
     of_packages = _prefixes_of_packages(cls)
     for attribute, value in sorted(vars(cls).copy().items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
@@ -341,10 +258,29 @@ def note_unbound_method(walk: Trail, cls: Any, attributes: list[str]) -> None:
 _LOOK_UPS = ("__getitem__", "__contains__", "get", "pop", "setdefault")
 
 
-def follow_library_class(walk: Trail, cls: type) -> None:
-    """A class of an installed distribution: what was put into it from outside, and its data."""
+def is_made_by_function(cls: type) -> bool:
+    """Whether no module has a class under its name, as those of `Average.from_output(name)`."""
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = vars(found).get(part) if issubclass(type(found), _NAMESPACES) else None
+    return found is not cls
+
+
+_NAMESPACES = (type, types.ModuleType)
+
+
+def follow_library_class(walk: Trail, name: str, cls: type) -> None:
+    """A class of an installed distribution: what was put into it from outside, and its data.
+
+    What a function has made for the user has methods that captured what is the user's.
+    """
     if cls.__module__ == "builtins":
         return
+    if is_made_by_function(cls):
+        for attribute, value in sorted(vars(cls).copy().items()):
+            function = function_in(value)
+            if function is not None and function.__closure__ and not is_generated(function):
+                walk.value(f"{name}.{attribute}", function)
     for function in inspection.pytree_functions(cls):
         code = getattr(getattr(function, "func", function), "__code__", None)
         if is_foreign(function) or (code is not None and code.co_filename.startswith("<")):

@@ -24,6 +24,7 @@ from stepcache.fingerprint import (
     classes,
     functions,
     modules_as_values,
+    objects,
     records,
     special_kinds,
     values,
@@ -99,7 +100,7 @@ class Walk(Trail):
         elif type(value).__module__.startswith("weakref") and "Proxy" in type(value).__name__:
             self.blame(path, "it is a weak reference that poses as its object")
         elif not special_kinds.note_special(self, path, value):
-            classes.note_instance(self, path, value)
+            objects.note_instance(self, path, value)
 
     def follow_class(self, cls: type) -> str:
         known = self.seen.get(id(cls))
@@ -111,13 +112,15 @@ class Walk(Trail):
             space = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
             label = self.namespace(space, cls, cls.__module__)
             name = self.unique(f"{label}:{cls.__qualname__}")
+        elif classes.is_made_by_function(cls):
+            name = self.unique(name)
         self.known_as(cls, f"class {name}")
         if origin == USER:
             self.later(functools.partial(classes.follow_user_class, self, name, cls))
         else:
             if origin == INSTALLED:
                 self.distribution(cls.__module__)
-            self.later(functools.partial(classes.follow_library_class, self, cls))
+            self.later(functools.partial(classes.follow_library_class, self, name, cls))
         return name
 
     def tree(self, path: str, tree: Any) -> None:

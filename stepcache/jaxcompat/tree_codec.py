@@ -3,7 +3,8 @@
 A part that is a part of the arguments' tree too is named by its position there, and so is what a
 node keeps beside its children, if a node of the arguments keeps the same. Other nodes are named by
 their class, which has to be loaded already and known to JAX as a node. What they keep is written
-value by value: nothing that the data names is imported or called.
+value by value: nothing that the data names is imported or called. What is no plain data, and is
+held by the step's function, is named by how that leads to it.
 
 What is no plain data raises `NotStorable`. What is read back and is malformed, or names a class
 that is not there, raises `ValueError`, `TypeError`, `IndexError` or `KeyError`.
@@ -15,7 +16,7 @@ import contextlib
 import enum
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +40,29 @@ _MAX_KNOWN_SUBTREES = 4096
 _MAX_DEPTH = 100  # Msgpack has a limit of 511, and a node is two containers.
 
 
-def encode_tree(tree: Any, known: Any) -> Any:
+class Holder(Protocol):
+    """What the step's function holds, by names that mean the same in each process."""
+
+    def name_of(self, value: Any) -> list[str] | None:
+        """The name of an object; None where it has none."""
+        ...
+
+    def named(self, name: list[str]) -> Any:
+        """The object of a name. Raises `KeyError` where there is none."""
+        ...
+
+
+def encode_tree(tree: Any, known: Any, holder: Holder | None = None) -> Any:
     """A tree structure as plain data.
 
     Args:
         tree: of the outputs.
         known: the tree of the arguments, which the decoder has too.
+        holder: of other objects that the decoder has.
     """
     try:
-        code = _TreeEncoder(known).encode(tree)
-        if decode_tree(code, known) == tree:
+        code = _TreeEncoder(known, holder).encode(tree)
+        if decode_tree(code, known, holder) == tree:
             return code
         why = "as another one"
     except NotStorable:
@@ -59,7 +73,8 @@ def encode_tree(tree: Any, known: Any) -> Any:
 
 
 class _TreeEncoder:
-    def __init__(self, known: Any):
+    def __init__(self, known: Any, holder: Holder | None):
+        self._holder = holder
         self._subtrees: dict[tuple[int, int], list[tuple[list[int], Any]]] = {}
         self._extras: dict[type, list[tuple[list[int], Any]]] = {}
         for position, subtree in _subtrees(known):
@@ -89,16 +104,28 @@ class _TreeEncoder:
             return ["dict", [encode_value(key) for key in extra], parts]
         try:
             return ["node", name_of(kind, _check_node_class), encode_value(extra), parts]
-        except NotStorable as error:
+        except NotStorable:
             position = _position_of(extra, self._extras.get(kind, ()), _is_written_alike)
             if position is not None:
                 return ["like", position, parts]
             for position, other in self._extras.get(kind, ()):
                 if hasattr(other, "less") and (gone := other.gone_in(extra)) is not None:
                     return ["less", position, gone, parts]
+        try:
+            return ["node", self._class(kind), encode_value(extra, self._holder), parts]
+        except NotStorable as error:
             raise NotStorable(
                 f"its outputs hold a {kind.__qualname__} that cannot be stored: {error}"
             ) from None
+
+    def _class(self, kind: type) -> Any:
+        """A class by its module and its name, or by how the step's function leads to it."""
+        try:
+            return name_of(kind, _check_node_class)
+        except NotStorable:
+            if self._holder is None or (name := self._holder.name_of(kind)) is None:
+                raise
+            return {"held": name}
 
 
 def _position_of(
@@ -141,7 +168,7 @@ def _subtrees(tree: Any) -> Iterator[tuple[list[int], Any]]:
         ]
 
 
-def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
+def decode_tree(code: Any, known: Any, holder: Holder | None = None, depth: int = 0) -> Any:
     """The tree structure that `encode_tree` wrote."""
     if code == "leaf":
         return jax.tree_util.tree_structure(0)
@@ -153,7 +180,7 @@ def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
     if kind == "known":
         return _subtree_at(known, *rest)
     *about, parts = rest
-    children = [decode_tree(part, known, depth + 1) for part in parts]
+    children = [decode_tree(part, known, holder, depth + 1) for part in parts]
     data: Any
     if kind in ("tuple", "list") and not about:
         data = (tuple if kind == "tuple" else list, None)
@@ -171,7 +198,12 @@ def decode_tree(code: Any, known: Any, depth: int = 0) -> Any:
         _check_node_class(cls)
     elif kind == "node":
         name, extra = about
-        data = (named(name, _check_node_class), decode_value(extra))
+        if isinstance(name, dict) and holder is not None:
+            cls = holder.named(name["held"])
+            _check_node_class(cls)
+        else:
+            cls = named(name, _check_node_class)
+        data = (cls, decode_value(extra, holder))
     else:
         raise ValueError(f"unknown node {kind!r:.80}")
     if _is_named_tuple(data[0]) and len(children) != len(data[0]._fields):
@@ -248,7 +280,7 @@ _BUILT_IN = {kind.__name__: kind for kind in (bool, int, float, complex, str, by
 _BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset)}
 
 
-def encode_value(value: Any) -> Any:
+def encode_value(value: Any, holder: Holder | None = None) -> Any:
     """What a node keeps beside its children, as plain data."""
     kind = type(value)
     if kind in _PLAIN:
@@ -259,18 +291,20 @@ def encode_value(value: Any) -> Any:
         return value if small else ["int", value.to_bytes(size_bytes, "little", signed=True)]
     cls, take_apart, _ = _MADE_OF_PARTS.get(kind.__name__, (None, list, list))
     if kind is cls:
-        return [kind.__name__, [encode_value(each) for each in take_apart(value)]]
+        return [kind.__name__, [encode_value(each, holder) for each in take_apart(value)]]
     cls, take_apart, _ = CODECS.get(kind.__name__, (None, list, list))
     if kind is cls:
-        return ["made", [kind.__name__, encode_value(take_apart(value))]]
+        return ["made", [kind.__name__, encode_value(take_apart(value), holder)]]
     if _MAPPINGS.get(kind.__module__) == kind.__qualname__ and kind is _mapping(kind.__module__):
-        return ["mapping", [kind.__module__, encode_value(dict(value))]]
+        return ["mapping", [kind.__module__, encode_value(dict(value), holder)]]
     if kind is P:
         return ["spec", encode_spec(value)]
     if kind is jax.tree_util.PyTreeDef:
         return ["tree", encode_tree(value, _LEAF)]
     if isinstance(value, enum.Enum) and kind.__members__.get(value._name_) is value:
         return ["member", [*name_of(kind, _check_enum), value._name_]]
+    if holder is not None and (name := holder.name_of(value)) is not None:
+        return ["held", name]
     return _encode_type(value)
 
 
@@ -295,7 +329,7 @@ def _check_enum(found: Any) -> None:
 _LEAF: Any = jax.tree_util.tree_structure(0)
 
 
-def decode_value(code: Any, depth: int = 0) -> Any:
+def decode_value(code: Any, holder: Holder | None = None, depth: int = 0) -> Any:
     """Reads what `encode_value` wrote."""
     if type(code) is int or type(code) in _PLAIN:
         return code
@@ -303,13 +337,16 @@ def decode_value(code: Any, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise ValueError(f"a value is more than {_MAX_DEPTH} containers deep")
     if kind in _MADE_OF_PARTS:
-        return _MADE_OF_PARTS[kind][2]([decode_value(each, depth + 1) for each in content])
+        parts = [decode_value(each, holder, depth + 1) for each in content]
+        return _MADE_OF_PARTS[kind][2](parts)
     if kind == "made":
         name, parts = content
-        return CODECS[name][2](decode_value(parts, depth + 1))
+        return CODECS[name][2](decode_value(parts, holder, depth + 1))
     if kind == "mapping":
         module, pairs = content
-        return _mapping(module)(dict(decode_value(pairs, depth + 1)))
+        return _mapping(module)(dict(decode_value(pairs, holder, depth + 1)))
+    if kind == "held" and holder is not None:
+        return holder.named(content)
     return _DECODERS[kind](content)
 
 

@@ -188,7 +188,12 @@ class Archive:
 
     @_no_matter_of_the_step("load a program")
     def load(
-        self, record: DependencyRecord, address: Address, in_tree: Any, stage: Stage | None = None
+        self,
+        record: DependencyRecord,
+        address: Address,
+        in_tree: Any,
+        holder: storing.Holder,
+        stage: Stage | None = None,
     ) -> Runnable | None:
         """Loads the program of a record; None where that cannot be done.
 
@@ -196,6 +201,7 @@ class Archive:
             record: from `look_up`.
             address: of the lookup.
             in_tree: the tree of the call's arguments.
+            holder: of what the function of the step holds.
             stage: as for `look_up`.
         """
         try:
@@ -206,7 +212,7 @@ class Archive:
                 executable = self._read_executable(record.program, load, stage)
             if executable is None:
                 return None
-            tree = storing.decode_tree(record.tree, in_tree)
+            tree = storing.decode_tree(record.tree, in_tree, holder)
             run = storing.assemble(executable, record.call, tree, devices)
             if self._offering(address, record) is not None:
                 self._add_record(address, record)

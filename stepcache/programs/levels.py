@@ -23,6 +23,7 @@ from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
+from stepcache.programs.held_objects import HeldObjects
 from stepcache.programs.left_by_traces import Left, as_left, changed_by
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
@@ -118,11 +119,11 @@ class Levels:
         archive, seconds, stage = call.archive, call.stopwatch.seconds, call.stopwatch.stage
         assert record is not None
         with stage("load"):
-            tree = call.request.key.signature.tree
+            trees = call.request.key.signature.tree, HeldObjects(self._spec.fun, lookup.statics)
             if data:
-                run = record.assembled(data, address, tree)
+                run = record.assembled(data, address, *trees)
             else:
-                run = archive.load(record, address, tree, stage) if archive is not None else None
+                run = archive.load(record, address, *trees, stage) if archive is not None else None
         if run is None:
             return None
         left = {name: (record.dependencies[name], to) for name, to in record.left.items()}
@@ -277,7 +278,8 @@ class Levels:
         dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
         try:
-            tree = storing.encode_tree(staged.out_tree, request.key.signature.tree)
+            held = HeldObjects(self._spec.fun, lookup.statics)
+            tree = storing.encode_tree(staged.out_tree, request.key.signature.tree, held)
         except storing.NotStorable as error:
             untrackable = (*untrackable, str(error))
         return Traced(dependencies, used, left, None if untrackable else tree, untrackable)

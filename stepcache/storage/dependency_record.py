@@ -94,10 +94,12 @@ class DependencyRecord:
         """What its trace revealed."""
         return Traced(self.dependencies, self.used, self.left, self.tree)
 
-    def assembled(self, data: bytes, address: Address, in_tree: Any) -> Runnable:
-        """The program, of an executable that is at hand and the tree of the call's arguments."""
+    def assembled(
+        self, data: bytes, address: Address, in_tree: Any, holder: storing.Holder
+    ) -> Runnable:
+        """The program, of an executable that is at hand and what its tree was told by."""
         devices = tuple(address.devices[position] for position in self.devices)
-        tree = storing.decode_tree(self.tree, in_tree)
+        tree = storing.decode_tree(self.tree, in_tree, holder)
         return storing.assemble(storing.load_executable(data, devices), self.call, tree, devices)
 
     @classmethod

@@ -22,9 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from stepcache.calls.signature import Static
 from stepcache.jaxcompat import CAN_STORE
 from stepcache.jaxcompat.checked_data import NotStorable
 from stepcache.jaxcompat.tree_codec import decode_tree, decode_value, encode_tree, encode_value
+from stepcache.programs.held_objects import HeldObjects
 from stepcache.storage import plain
 
 pytestmark = pytest.mark.skipif(not CAN_STORE, reason="JAX's public API is in use")
@@ -58,10 +60,10 @@ class Config:
     static: Any = dataclasses.field(metadata={"static": True})
 
 
-def there_and_back(value, known=None):
+def there_and_back(value, known=None, holder=None):
     tree, known = jax.tree.structure(value), jax.tree.structure(known)
-    code = plain.unpack(plain.pack(encode_tree(tree, known)))
-    read = decode_tree(code, known)
+    code = plain.unpack(plain.pack(encode_tree(tree, known, holder)))
+    read = decode_tree(code, known, holder)
     assert read == tree and str(read) == str(tree)
     return code
 
@@ -104,6 +106,88 @@ def test_parts_of_the_arguments_are_named_by_their_position():
     known = ({"a": State({"w": 1}, lambda x: x)}, [2, 3])
     code = there_and_back((known[0], 7, known[1]), known)
     assert code == ["tuple", [["known", [0]], "leaf", ["known", [1]]]]
+
+
+class Owner:
+    def __init__(self):
+        self.tx, self.nested = optax.adam(0.1), {"parts": [lambda x: x, "text"]}
+
+    def apply(self, x):
+        return x
+
+
+def holder_of(fun, **statics):
+    return HeldObjects(fun, [Static(name, type(each), each) for name, each in statics.items()])
+
+
+def test_what_the_function_of_a_step_holds_is_named_by_how_it_leads_there():
+    owner, other = Owner(), Owner()
+
+    def function(x, second=other.tx):
+        return owner.apply(x)
+
+    holder = holder_of(functools.partial(function, other), given=module)
+    held = {
+        "method": (owner.apply, ["function", "function", "owner", "method apply"]),
+        "attribute": (owner.tx, ["function", "function", "owner", "tx"]),
+        "item": (
+            owner.nested["parts"][0],
+            ["function", "function", "owner", "nested", "parts", "0"],
+        ),
+        "argument": (other, ["function", "0"]),
+        "default": (other.tx, ["function", "function", "default 0"]),
+        "static": (module, ["static given"]),
+    }
+    for name, (value, path) in held.items():
+        assert holder.name_of(value) == path, name
+        assert holder.named(path) == value, name
+        code = there_and_back(State({"w": 1}, (value, 3)), holder=holder)
+        assert code[2] == ["tuple", [["tuple", [["held", path], 3]]]], name
+    assert holder.name_of(Owner().apply) is holder.name_of(Owner()) is None
+    for refused in (Owner().apply, lambda x: x):
+        with pytest.raises(NotStorable):
+            there_and_back(State({"w": 1}, refused), holder=holder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *([], ["nothing"], ["function", "gone"], ["function", "function", "owner", "method gone"]),
+        *(["function", 1], [b"function"], "function", None, {}, 3, [["function"]]),
+        ["function", "function", "owner", "method __init__", "method x"],
+    ],
+    ids=str,
+)
+def test_a_malformed_name_of_what_is_held_is_refused(name):
+    owner = Owner()
+    holder = holder_of(functools.partial(lambda x: owner, 3))
+    for code in (["held", name], ["tuple", [["held", name]]]):
+        with pytest.raises((ValueError, TypeError, IndexError, KeyError)):
+            decode_value(code, holder)
+        with pytest.raises((ValueError, TypeError, IndexError, KeyError)):
+            decode_value(code)
+    with pytest.raises((ValueError, TypeError, IndexError, KeyError)):
+        decode_tree(["node", {"held": name}, None, []], jax.tree.structure(1), holder)
+
+
+def test_a_class_that_is_held_is_one_of_nodes():
+    fields = [("kept", made_class(), dataclasses.field(default=0))]
+    collection = dataclasses.make_dataclass(
+        "Collection", fields, namespace={"__module__": __name__}
+    )
+    holder = holder_of(lambda x: collection)
+    code = there_and_back(fields[0][1](1), holder=holder)
+    assert code[1] == {"held": ["function", "collection", "kept"]}
+    with pytest.raises(ValueError, match="is no class of nodes"):
+        decode_tree(["node", {"held": ["function", "collection"]}, None, []], None, holder)
+
+
+def made_class():
+    @flax.struct.dataclass
+    class Made:
+        total: Any
+
+    return Made
 
 
 def test_what_nodes_of_the_arguments_keep_is_kept_by_nodes_of_the_outputs():

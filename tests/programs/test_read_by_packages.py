@@ -210,6 +210,69 @@ def test_a_constructor_that_a_package_calls_counts_and_others_do_not(make, insta
         start(source.replace("self.factor = 2", "self.factor = 3"), "read_pkg", tmp_path)
 
 
+@pytest.mark.parametrize("decorator", ["", "@dataclasses.dataclass", "@flax.struct.dataclass"])
+@pytest.mark.parametrize(
+    ("field", "edit"),
+    [
+        ('read_pkg.from_output("loss")', ('"loss"', '"error"')),
+        ("read_pkg.from_function(scaled)", ("RATE = 2", "RATE = 4")),
+        ("read_pkg.from_function(lambda loss, error: loss * 2)", ("loss * 2", "loss * 4")),
+    ],
+)
+def test_classes_of_fields_that_a_package_has_made(field, edit, decorator, install, tmp_path):
+    """As the metrics of clu: what was captured when they were made decides what a step computes."""
+    package = """
+    import flax
+
+    def from_output(name):
+        @flax.struct.dataclass
+        class FromOutput:
+            total: object
+            @classmethod
+            def made_of(cls, **outputs): return cls(outputs[name])
+        return FromOutput
+
+    def from_function(function):
+        @flax.struct.dataclass
+        class FromFunction:
+            total: object
+            @classmethod
+            def made_of(cls, **outputs): return cls(function(**outputs))
+        FromFunction.__qualname__ = "Made"
+        return FromFunction
+
+    def collected(cls, **outputs):
+        return {name: each.made_of(**outputs) for name, each in cls.__annotations__.items()}
+    """
+    install("read_pkg", {"__init__.py": package})
+    source = f"""
+    import dataclasses, flax
+    import read_pkg
+
+    RATE = 2
+    def scaled(loss, error): return loss * RATE
+
+    {decorator}
+    class Metrics:
+        kept: {field}
+
+    @sc.step
+    def made(x): return read_pkg.collected(Metrics, loss=x * 2, error=x * 4)["kept"]
+    @sc.step
+    def step(x):
+        total = read_pkg.collected(Metrics, loss=x, error=x * 2)["kept"].total
+        return total * (2 if {'"loss"' in edit[0]} else 1)
+    made(np.arange(3.0))
+    """
+    start(source, "read_pkg", tmp_path)
+    second = start(source, "read_pkg", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE
+    if decorator:  # Else nothing that the step holds leads to the class.
+        assert (second.made.stats().traces, second.made.stats().loads) == (0, 1)
+    with pytest.raises(AssertionError, match=r"\[0.0, 4.0, 8.0\]"):
+        start(source.replace(*edit), "read_pkg", tmp_path)
+
+
 def test_a_package_may_make_attributes_of_keys(install, tmp_path):
     package = """
     def mappable(cls):

@@ -1,0 +1,121 @@
+"""What the function of a step holds, by names that mean the same in each process.
+
+A step that returns a `TrainState` which it made returns the model's `apply` and the optimizer, in
+the tree of its outputs. They are no plain data, but a later process has its own: the step was given
+them as static arguments, or its function holds them. So are classes that a function has made, such
+as those of the fields of a collection of metrics.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepcache.calls.signature import Static
+from stepcache.fingerprint.bytecode import names_of
+from stepcache.fingerprint.instances import attributes_of
+from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
+
+_DEEPEST, _MOST = 6, 4096
+_METHOD = "method "
+
+
+class HeldObjects:
+    """The objects that a step's function and its static arguments lead to.
+
+    Nothing of theirs is called. Where an object has several names, the shortest one counts.
+    """
+
+    def __init__(self, fun: Any, statics: Iterable[Static]):
+        self._roots = {"function": fun} | {f"static {each.name}": each.value for each in statics}
+
+    def name_of(self, value: Any) -> list[str] | None:
+        """The name of an object, or of a method of one; None where it has none."""
+        if type(value) is types.MethodType:
+            owner, name = value.__self__, value.__func__.__name__
+            if id(owner) in self._names and _method(owner, name) is value.__func__:
+                return [*self._names[id(owner)], f"{_METHOD}{name}"]
+        return self._names.get(id(value))
+
+    def named(self, name: list[str]) -> Any:
+        """The object of a name in this process. Raises `KeyError` where there is none."""
+        if any(type(part) is not str for part in name):
+            raise TypeError("the name of a held object is not made of texts")
+        first, *others = name
+        found = self._roots[first]
+        for part in others:
+            if part.startswith(_METHOD):
+                found = types.MethodType(_method(found, part.removeprefix(_METHOD)), found)
+            else:
+                found = _parts(found)[part]
+        return found
+
+    @functools.cached_property
+    def _names(self) -> dict[int, list[str]]:
+        names = {id(value): [name] for name, value in self._roots.items()}
+        todo = deque(([name], value) for name, value in self._roots.items())
+        while todo and len(names) < _MOST:
+            name, value = todo.popleft()
+            for part, each in _parts(value).items() if len(name) < _DEEPEST else ():
+                if id(each) not in names and not issubclass(type(each), _WITHOUT_PARTS):
+                    names[id(each)] = [*name, part]
+                    todo.append((names[id(each)], each))
+        return names
+
+
+_WITHOUT_PARTS = (types.ModuleType, np.ndarray, jax.Array, str, bytes, int, float, type(None))
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What an object holds, by names."""
+    kind = type(value)
+    if issubclass(kind, type):  # Of a class, the classes of its fields.
+        fields = vars(value).get("__dataclass_fields__") if origin_of(value) == USER else None
+        return {name: each.type for name, each in (fields or {}).items()}
+    if kind is types.FunctionType:
+        return _parts_of_function(value)
+    if kind is types.MethodType:
+        return {"self": value.__self__, "function": value.__func__}
+    if issubclass(kind, functools.partial):
+        arguments = {str(number): each for number, each in enumerate(value.args)}
+        return {"function": value.func} | arguments | value.keywords
+    if issubclass(kind, tuple | list):
+        items = tuple.__iter__(value) if issubclass(kind, tuple) else list.__iter__(value)
+        return {str(number): each for number, each in enumerate(items)}
+    if issubclass(kind, dict):
+        return {name: each for name, each in dict.items(value) if type(name) is str}
+    return {} if issubclass(kind, _WITHOUT_PARTS) else attributes_of(value)
+
+
+def _parts_of_function(function: types.FunctionType) -> dict[str, Any]:
+    code, space = function.__code__, function.__globals__
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    parts = {name: cell.cell_contents for name, cell in cells.items() if not _is_empty(cell)}
+    defaults = enumerate(function.__defaults__ or ())
+    parts |= {f"default {number}": value for number, value in defaults}
+    parts |= {f"default {name}": value for name, value in (function.__kwdefaults__ or {}).items()}
+    if origin_of_file(code.co_filename) == USER:
+        read = {each.name for each in names_of(code).reads if each.kind == "global"}
+        parts |= {f"global {name}": space[name] for name in sorted(read) if name in space}
+    return parts | vars(function)
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _method(owner: Any, name: str) -> Any:
+    """The function that an object's class has under a name. Raises `KeyError` where it has none."""
+    for base in type(owner).__mro__:
+        if type(found := vars(base).get(name)) is types.FunctionType:
+            return found
+    raise KeyError(name)
