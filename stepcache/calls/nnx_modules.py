@@ -52,11 +52,11 @@ def checking_modules(spec: StepSpec) -> Callable:
             for keys, each in _variables(argument)
         ]
         outputs = spec.fun(*args, **kwargs)
-        returned = {id(each) for _, each in _variables(outputs)}
+        returned = {id(each) for each in tree_leaves(outputs)}  # Also what is in an `nnx.State`.
         for key, keys, each, old in before:
             new = tree_leaves(each)
             same = len(new) == len(old) and all(map(operator.is_, new, old))
-            if not same and id(each) not in returned:
+            if not same and not all(id(leaf) in returned for leaf in new):
                 name = spec.parameters.name_of(key) if isinstance(key, int) else key
                 raise StepCacheError(
                     f"{spec.name} gives an nnx variable a new value and does not return it, so "

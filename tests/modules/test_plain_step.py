@@ -46,6 +46,30 @@ def test_a_module_that_is_read_or_returned_is_none():
     assert not np.array_equal(new.kernel[...], model.kernel[...])
 
 
+def test_a_module_whose_state_is_returned_is_none():
+    """As in flax's example of Gemma: the caller updates its modules by the state."""
+
+    @sc.step
+    def train_step(model, rngs, x):
+        descend(model, x + rngs.normal())
+        return nnx.state((model, rngs)), model(x)
+
+    @sc.step
+    def half(model, x):
+        descend(model, x)
+        return nnx.state(model)["kernel"]
+
+    model, rngs = make(), nnx.Rngs(0)
+    before = np.asarray(model.kernel[...])
+    for count in (1, 2):
+        state, _ = train_step(model, rngs, X)
+        nnx.update((model, rngs), state)
+        assert rngs.default.count[...] == count
+    assert not np.array_equal(model.kernel[...], before)
+    with pytest.raises(sc.StepCacheError, match=r"model\.bias"):
+        half(model, X)
+
+
 def test_states_are_values():
     """Who passes a state knows that it has to be returned, and drops it on purpose."""
     graphdef, state = nnx.split(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
