@@ -79,7 +79,8 @@ _steps: dict[int, tuple[weakref.ref, Counter[tuple[str, ...]]]] = {}
 def count_step(fun: Any) -> Making:
     """Counts a step over `fun`, for as long as the code of `fun` lives.
 
-    Code that is compiled again, as a cell of a notebook is when it is run again, begins at 1.
+    Code that is compiled again, as a cell of a notebook is when it is run again, begins at 1. That
+    of a library is not counted: `hk.transform(f).apply` is one function for all `f`.
     """
     layers = list(layers_of(fun))
     codes = [code_of(layer) for layer in layers]
@@ -87,6 +88,8 @@ def count_step(fun: Any) -> Making:
     if depth is None:
         return Making()
     code: Any = codes[depth]
+    if origin_of_file(code.co_filename) != USER:
+        return Making()
     wrapping = tuple(map(_layer_text, layers[:depth], codes))
     with _lock:
         reference, counts = _steps.get(id(code), (None, Counter()))

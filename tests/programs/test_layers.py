@@ -7,10 +7,11 @@ import types
 
 import jax
 import pytest
+from flax import linen
 
 import stepcache as sc
 from stepcache.calls import layers
-from stepcache.calls.layers import count_step, definition_of, function_name
+from stepcache.calls.layers import Making, count_step, definition_of, function_name
 
 HERE = "test_layers.py"
 
@@ -108,6 +109,11 @@ def test_instances_and_their_methods_are_counted_by_the_code_of_their_class():
     assert count_step(Model()).count == before + 1
     assert count_step(Model().apply).place == f"{HERE}:{line_of(Model.apply)}"
     assert count_step(max).place == ""
+
+
+def test_steps_over_one_function_of_a_library_are_not_steps_made_again():
+    for width in (1, 2):
+        assert count_step(linen.Dense(width).apply) == Making()
 
 
 def test_code_that_is_compiled_again_begins_at_one():
