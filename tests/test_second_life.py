@@ -304,6 +304,26 @@ def test_a_step_with_a_breakpoint_is_traced_at_each_start(tmp_path, monkeypatch)
     assert "breakpoint, which depends on a debugger" in str(steps[1].last_miss)
 
 
+def test_a_class_that_is_registered_with_its_first_object(tmp_path, caplog):
+    """As those of chex are: where there is none yet, the step is traced, and nothing is wrong."""
+    source = """
+    class Pair:
+        registered = False
+        def __init__(self, x):
+            if not Pair.registered:
+                Pair.registered = True
+                functions = lambda p: ((p.x,), None), lambda _, children: Pair(*children)
+                jax.tree_util.register_pytree_node(Pair, *functions)
+            self.x = x
+    @sc.step
+    def step(x):
+        return Pair(x * 2)
+    """
+    _, (_, second) = twice(source, lambda step: step(np.ones(8)).x, tmp_path)
+    assert levels(second.stats()) == WITHOUT_COMPILING
+    assert not caplog.records
+
+
 NAMES_WHAT_IS_HELD = """
 @sc.step
 def step(x):

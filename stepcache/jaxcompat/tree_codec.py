@@ -221,14 +221,16 @@ def _subtree_at(tree: Any, position: Any) -> Any:
 _WITH_A_KIND_OF_THEIR_OWN = (tuple, list, dict, type(None))
 
 
+class NotRegistered(ValueError):
+    """JAX does not know a class as a node, by now: chex registers one with its first object."""
+
+
 def _check_node_class(found: Any) -> None:
     """Raises `ValueError` unless it is a class that JAX takes apart: registered, or named tuple."""
-    if (
-        not isinstance(found, type)
-        or found in _WITH_A_KIND_OF_THEIR_OWN
-        or not (found in tree_util._registry or _is_named_tuple(found))
-    ):
+    if not isinstance(found, type) or found in _WITH_A_KIND_OF_THEIR_OWN:
         raise ValueError(f"{found!r:.80} is no class of nodes")
+    if not (found in tree_util._registry or _is_named_tuple(found)):
+        raise NotRegistered(f"{found!r:.80} is no class of nodes")
 
 
 def _is_named_tuple(found: type) -> bool:
