@@ -304,6 +304,36 @@ def test_a_step_with_a_breakpoint_is_traced_at_each_start(tmp_path, monkeypatch)
     assert "breakpoint, which depends on a debugger" in str(steps[1].last_miss)
 
 
+def test_what_a_step_returns_of_what_it_holds_is_what_it_read(tmp_path):
+    """An attribute that it does not read may be the same object in one run, and not in the next."""
+    source = """
+    import flax.struct
+
+    @flax.struct.dataclass
+    class Pair:
+        x: object
+        function: object = flax.struct.field(pytree_node=False)
+
+    class Trainer:
+        def __init__(self):
+            functions = [lambda x: x, lambda x: -x]
+            self.functions, self.latest = tuple(functions), functions[{latest}]
+        def run(self, x):
+            return Pair(x * 2, self.functions[0])
+
+    trainer = Trainer()
+    step = sc.step(trainer.run)
+    """
+    for latest, expected in ((0, BUILT), (1, WITHOUT_A_TRACE)):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            module = life(source.format(latest=latest), cache, tmp_path)
+            outputs = module.step(np.ones(8))
+        cache.flush()
+        assert outputs.function is module.trainer.functions[0]
+        assert levels(module.step.stats()) == expected, module.step.last_miss
+
+
 def test_a_class_that_is_registered_with_its_first_object(tmp_path, caplog):
     """As those of chex are: where there is none yet, the step is traced, and nothing is wrong."""
     source = """

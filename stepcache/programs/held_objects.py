@@ -23,25 +23,38 @@ from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
 
 _DEEPEST, _MOST = 6, 4096
-_METHOD = "method "
+_METHOD, _GLOBAL = "method ", "global "
 
 
 class HeldObjects:
     """The objects that a step's function and its static arguments lead to.
 
-    Nothing of theirs is called. Where an object has several names, the shortest one counts.
+    Nothing of theirs is called. What the code does not read is no dependency of the step, and may
+    be another object in the next process: so only attributes and keys that `codes` name lead on,
+    and an object to which two ways lead has no name.
+
+    Args:
+        fun: the step's function.
+        statics: the static arguments of the call.
+        codes: the code of the user's that the step reaches; only `name_of` needs it.
     """
 
-    def __init__(self, fun: Any, statics: Iterable[Static]):
+    def __init__(self, fun: Any, statics: Iterable[Static], codes: Iterable[types.CodeType] = ()):
         self._roots = {"function": fun} | {f"static {each.name}": each.value for each in statics}
+        self._codes = codes
 
     def name_of(self, value: Any) -> list[str] | None:
         """The name of an object, or of a method of one; None where it has none."""
-        if type(value) is types.MethodType:
-            owner, name = value.__self__, value.__func__.__name__
-            if id(owner) in self._names and _method(owner, name) is value.__func__:
-                return [*self._names[id(owner)], f"{_METHOD}{name}"]
-        return self._names.get(id(value))
+        names, ambiguous = self._names
+        owner = value.__self__ if type(value) is types.MethodType else None
+        name = names.get(id(value))
+        if owner is not None and id(owner) in names:
+            method = value.__func__.__name__
+            if _method(owner, method) is value.__func__:
+                name = (*names[id(owner)], f"{_METHOD}{method}")
+        if name is None or any(name[:end] in ambiguous for end in range(1, len(name) + 1)):
+            return None
+        return list(name)
 
     def named(self, name: list[str]) -> Any:
         """The object of a name in this process. Raises `KeyError` where there is none."""
@@ -57,16 +70,45 @@ class HeldObjects:
         return found
 
     @functools.cached_property
-    def _names(self) -> dict[int, list[str]]:
-        names = {id(value): [name] for name, value in self._roots.items()}
-        todo = deque(([name], value) for name, value in self._roots.items())
+    def _names(self) -> tuple[dict[int, tuple[str, ...]], set[tuple[str, ...]]]:
+        """Names of objects by identity, and those of objects to which another way leads, too."""
+        read = set().union(*(names_of(code).accessed for code in self._codes))
+        names: dict[int, tuple[str, ...]] = {}
+        ambiguous: set[tuple[str, ...]] = set()
+        variables: set[Any] = set()
+        todo: deque[tuple[tuple[str, ...], Any]] = deque()
+        todo.extend(((name,), value) for name, value in self._roots.items())
         while todo and len(names) < _MOST:
             name, value = todo.popleft()
+            known = names.setdefault(id(value), name)
+            if known != name:
+                if name[: len(known)] != known:  # Else it leads to itself.
+                    ambiguous.add(known)
+                continue
             for part, each in _parts(value).items() if len(name) < _DEEPEST else ():
-                if id(each) not in names and not issubclass(type(each), _WITHOUT_PARTS):
-                    names[id(each)] = [*name, part]
-                    todo.append((names[id(each)], each))
-        return names
+                variable = _variable(value, part)
+                leads_on = part in read or not _is_named_by_code(value)
+                leads_on = leads_on and variable not in variables
+                if leads_on and not issubclass(type(each), _WITHOUT_PARTS):
+                    todo.append(((*name, part), each))
+                    variables.update(() if variable is None else (variable,))
+        return names, ambiguous
+
+
+def _variable(value: Any, part: str) -> Any:
+    """What tells a variable, which several functions share, from others; None for other parts."""
+    if type(value) is not types.FunctionType:
+        return None
+    if part.startswith(_GLOBAL):
+        return id(value.__globals__), part
+    cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+    return id(cells[part]) if part in cells else None
+
+
+def _is_named_by_code(value: Any) -> bool:
+    """Whether only some parts of an object are dependencies: those that code names."""
+    kinds: Any = (types.FunctionType, types.MethodType, functools.partial, type, tuple, list)
+    return not issubclass(type(value), kinds)
 
 
 _WITHOUT_PARTS = (types.ModuleType, np.ndarray, jax.Array, str, bytes, int, float, type(None))
@@ -102,7 +144,7 @@ def _parts_of_function(function: types.FunctionType) -> dict[str, Any]:
     parts |= {f"default {name}": value for name, value in (function.__kwdefaults__ or {}).items()}
     if origin_of_file(code.co_filename) == USER:
         read = {each.name for each in names_of(code).reads if each.kind == "global"}
-        parts |= {f"global {name}": space[name] for name in sorted(read) if name in space}
+        parts |= {f"{_GLOBAL}{name}": space[name] for name in sorted(read) if name in space}
     return parts | vars(function)
 
 

@@ -278,7 +278,7 @@ class Levels:
         dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
         try:
-            held = HeldObjects(self._spec.fun, lookup.statics)
+            held = HeldObjects(self._spec.fun, lookup.statics, lookup.reached_code())
             tree = storing.encode_tree(staged.out_tree, request.key.signature.tree, held)
         except storing.NotStorable as error:
             untrackable = (*untrackable, str(error))

@@ -117,13 +117,21 @@ class Owner:
 
 
 def holder_of(fun, **statics):
-    return HeldObjects(fun, [Static(name, type(each), each) for name, each in statics.items()])
+    given = [Static(name, type(each), each) for name, each in statics.items()]
+    return HeldObjects(fun, given, [reads.__code__])
+
+
+def reads(owner):
+    return owner.tx, owner.nested["parts"], owner.chosen
 
 
 def test_what_the_function_of_a_step_holds_is_named_by_how_it_leads_there():
-    owner, other = Owner(), Owner()
+    owner, other, third = Owner(), Owner(), optax.sgd(0.1)
 
-    def function(x, second=other.tx):
+    def function(x, second=third):
+        return helper(owner.apply(x))
+
+    def helper(x):
         return owner.apply(x)
 
     holder = holder_of(functools.partial(function, other), given=module)
@@ -135,7 +143,7 @@ def test_what_the_function_of_a_step_holds_is_named_by_how_it_leads_there():
             ["function", "function", "owner", "nested", "parts", "0"],
         ),
         "argument": (other, ["function", "0"]),
-        "default": (other.tx, ["function", "function", "default 0"]),
+        "default": (third, ["function", "function", "default 0"]),
         "static": (module, ["static given"]),
     }
     for name, (value, path) in held.items():
@@ -147,6 +155,19 @@ def test_what_the_function_of_a_step_holds_is_named_by_how_it_leads_there():
     for refused in (Owner().apply, lambda x: x):
         with pytest.raises(NotStorable):
             there_and_back(State({"w": 1}, refused), holder=holder)
+
+
+def test_what_is_not_read_or_has_two_names_is_not_named():
+    """The next process may have another object there, and the step does not depend on that."""
+    owner = Owner()
+    owner.unread = unread = optax.sgd(0.1)
+    assert holder_of(lambda x: owner).name_of(unread) is None
+    assert holder_of(lambda x: owner).name_of(owner.tx) == ["function", "owner", "tx"]
+    owner.itself, owner.chosen = owner, owner.tx
+    assert holder_of(lambda x: owner).name_of(owner.tx) is None
+    assert holder_of(lambda x: owner).name_of(owner.apply) is not None
+    other = [owner]
+    assert holder_of(lambda x: (owner, other)).name_of(owner.apply) is None
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,13 @@ def made_of_statics(key, x, model, optimizer):
 MODEL, OPTIMIZER = Network(4), optax.sgd(0.1)
 
 
+def initial(key, x):
+    return MODEL.init(key, x)["params"]
+
+
 @sc.step
 def made_of_globals(key, x):
-    params = MODEL.init(key, x)["params"]
+    params = initial(key, x)
     return {"states": [TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER)]}
 
 
