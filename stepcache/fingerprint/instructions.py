@@ -163,7 +163,7 @@ def _calls_of_tests(code: CodeType) -> set[int]:
                         found.add(after.offset)
                     break
                 is_call = after.opname == "CALL"
-                above -= count + 1 if is_call else -dis.stack_effect(after.opcode, after.arg)
+                above += -1 - count if is_call else dis.stack_effect(after.opcode, after.arg)
     return found
 
 
@@ -186,6 +186,8 @@ def _loads_before(instructions: list[dis.Instruction], end: int) -> list[int]:
         if each.opname == "BUILD_TUPLE":
             missing += (each.arg or 0) - 1
         elif each.opname == "BINARY_OP" and each.argrepr == "|":
+            if instructions[at - 1].opname != "LOAD_CONST":
+                return []  # An object of the user's on the left would be given the class.
             missing += 1
         elif each.opname in LOADS_GLOBAL:
             found.append(each.offset)

@@ -300,6 +300,8 @@ def test_a_class_that_is_only_compared_or_named_makes_no_instance(text, makes):
         ("isinstance(x(1, A), m.B)", False),
         ("isinstance(*x, A)", False),
         ("isinstance(x, [A])", False),
+        ("isinstance(x, x | A)", False),
+        ("isinstance(x, m.B | A)", False),
         ("x.isinstance(x, A)", False),
         ("x(isinstance, A)", False),
         ("A is type(x)", False),
