@@ -164,6 +164,14 @@ def test_states_that_steps_make(tmp_path):
 
 
 @pytest.mark.slow
+def test_modules_that_steps_make(tmp_path):
+    """Their trees hold classes, functions, and what functions of optax have made."""
+    script = Script("modules_made_in_a_step", tmp_path)
+    steps = ("create_sharded_model", "create_both", "create_split", "create_tree")
+    built_once_then_loaded(script, *steps, "train", "train", "create_state")
+
+
+@pytest.mark.slow
 def test_linear_algebra(tmp_path):
     """LAPACK's functions are found when JAX lowers a call of one, and without a trace too."""
     script = Script("linear_algebra", tmp_path)

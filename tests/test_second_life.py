@@ -334,6 +334,67 @@ def test_what_a_step_returns_of_what_it_holds_is_what_it_read(tmp_path):
         assert levels(module.step.stats()) == expected, module.step.last_miss
 
 
+MAKES_FUNCTIONS = """
+import flax.struct, optax
+
+RATE, NOTED = {rate}, "first"
+
+@flax.struct.dataclass
+class Made:
+    x: object
+    function: object = flax.struct.field(pytree_node=False)
+    tx: object = flax.struct.field(pytree_node=False)
+    named: object = flax.struct.field(pytree_node=False)
+
+def scaled_by(factor):
+    return lambda x: x * factor
+
+def helper(x):
+    return x + {added}
+
+@sc.step
+def step(x):
+    assert NOTED
+    return Made(x * 2, scaled_by(RATE), optax.adamw(1e-3), named=helper)
+"""
+
+
+def test_functions_that_a_step_makes_and_returns(tmp_path, told):
+    """Each trace makes others, and so does a start without a trace: they are equal in effect."""
+    verified = 0
+    for rate, added, expected in (
+        *((0.5, 1, BUILT), (0.5, 1, WITHOUT_A_TRACE)),
+        *((0.25, 1, WITHOUT_COMPILING), (0.25, 2, WITHOUT_COMPILING), (0.25, 2, WITHOUT_A_TRACE)),
+    ):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
+            module = life(MAKES_FUNCTIONS.format(rate=rate, added=added), cache, tmp_path)
+            made = module.step(np.ones(8))
+            if expected == WITHOUT_A_TRACE:
+                verified += 1
+                wait_for_one(told, Verified, count=verified)
+                module.step(np.ones(8))
+        cache.flush()
+        assert levels(module.step.stats()) == expected, module.step.last_miss
+        assert made.function(8.0) == 8 * rate and made.named(1) == 1 + added
+        assert made.named is module.helper
+        made.tx.update(made.x, made.tx.init(made.x), made.x)
+    assert all(each.agrees for each in told(Verified))
+
+
+def test_functions_that_each_trace_makes_are_no_change(tmp_path):
+    cache = sc.ProgramCache(None, check_every=1)
+    with sc.Session(cache=cache), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = life(MAKES_FUNCTIONS.format(rate=0.5, added=1), cache, tmp_path)
+        module.step(np.ones(8))
+        module.NOTED = "second"
+        module.step(np.ones(8)), module.step(np.ones(16))
+        module.RATE = 0.25
+        with pytest.raises(sc.StaleProgramError, match=r"RATE: 0\.5 → 0\.25"):
+            module.step(np.ones(8))
+
+
 def test_a_class_that_is_registered_with_its_first_object(tmp_path, caplog):
     """As those of chex are: where there is none yet, the step is traced, and nothing is wrong."""
     source = """
@@ -559,9 +620,9 @@ def told():
     unsubscribe()
 
 
-def wait_for_one(told, kind, seconds=60):
+def wait_for_one(told, kind, seconds=60, count=1):
     limit = time.monotonic() + seconds
-    while not told(kind):
+    while len(told(kind)) < count:
         assert time.monotonic() < limit, f"no {kind.__name__}"
         time.sleep(0.01)
 

@@ -13,9 +13,11 @@ that is not there, raises `ValueError`, `TypeError`, `IndexError` or `KeyError`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -41,14 +43,14 @@ _MAX_DEPTH = 100  # Msgpack has a limit of 511, and a node is two containers.
 
 
 class Holder(Protocol):
-    """What the step's function holds, by names that mean the same in each process."""
+    """Writes objects by names, or functions by their code, that mean the same in each process."""
 
-    def name_of(self, value: Any) -> list[str] | None:
-        """The name of an object; None where it has none."""
+    def encode(self, value: Any, encode: Callable[[Any], Any]) -> Any:
+        """The object as plain data, made with `encode`; None where there is none of it."""
         ...
 
-    def named(self, name: list[str]) -> Any:
-        """The object of a name. Raises `KeyError` where there is none."""
+    def decode(self, data: Any, decode: Callable[[Any], Any]) -> Any:
+        """The object. Raises `KeyError` or `NotThere` where this process does not have it."""
         ...
 
 
@@ -123,9 +125,10 @@ class _TreeEncoder:
         try:
             return name_of(kind, _check_node_class)
         except NotStorable:
-            if self._holder is None or (name := self._holder.name_of(kind)) is None:
+            held = None if self._holder is None else self._holder.encode(kind, encode_value)
+            if held is None:
                 raise
-            return {"held": name}
+            return {"held": held}
 
 
 def _position_of(
@@ -199,7 +202,7 @@ def decode_tree(code: Any, known: Any, holder: Holder | None = None, depth: int 
     elif kind == "node":
         name, extra = about
         if isinstance(name, dict) and holder is not None:
-            cls = holder.named(name["held"])
+            cls = holder.decode(name["held"], decode_value)
             _check_node_class(cls)
         else:
             cls = named(name, _check_node_class)
@@ -221,8 +224,11 @@ def _subtree_at(tree: Any, position: Any) -> Any:
 _WITH_A_KIND_OF_THEIR_OWN = (tuple, list, dict, type(None))
 
 
-class NotRegistered(ValueError):
-    """JAX does not know a class as a node, by now: chex registers one with its first object."""
+class NotThere(ValueError):
+    """This process does not have what a tree names, by now: a trace may make it.
+
+    JAX may not know a class as a node, too: chex registers one with its first object.
+    """
 
 
 def _check_node_class(found: Any) -> None:
@@ -230,7 +236,7 @@ def _check_node_class(found: Any) -> None:
     if not isinstance(found, type) or found in _WITH_A_KIND_OF_THEIR_OWN:
         raise ValueError(f"{found!r:.80} is no class of nodes")
     if not (found in tree_util._registry or _is_named_tuple(found)):
-        raise NotRegistered(f"{found!r:.80} is no class of nodes")
+        raise NotThere(f"{found!r:.80} is no class of nodes")
 
 
 def _is_named_tuple(found: type) -> bool:
@@ -264,13 +270,19 @@ CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 The parts are what `encode_value` takes.
 """
 
+
+def _in_order(values: Iterable[Any]) -> list[Any]:
+    """The same for sets that are equal, whatever the order in which they were filled."""
+    return sorted(values, key=lambda each: (type(each).__qualname__, repr(each)))
+
+
 _PLAIN = (type(None), bool, float, str, bytes)
 # By name: the class, what takes an object of it apart, and what makes one of its parts.
 _MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list], Callable[[list], Any]]] = {
     "tuple": (tuple, list, tuple),
     "list": (list, list, list),
-    "set": (set, list, set),
-    "frozenset": (frozenset, list, frozenset),
+    "set": (set, _in_order, set),
+    "frozenset": (frozenset, _in_order, frozenset),
     "dict": (dict, lambda value: list(value.items()), dict),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "slice": (slice, lambda value: [value.start, value.stop, value.step], lambda p: slice(*p)),
@@ -278,8 +290,11 @@ _MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list], Callable[[list], An
 }
 # Flax's dicts that can be hashed, by module and name.
 _MAPPINGS = {"flax.typing": "HashableMapping", "flax.core.frozen_dict": "FrozenDict"}
+# Dataclasses of flax, which hold the structure of a module.
+_GRAPHS = "flax.nnx.graphlib"
+_RECORDS = "GraphDef NodeDef VariableDef TreeNodeDef NodeRef ArrayRefDef NodeAttr LeafAttr Static"
 _BUILT_IN = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, tuple, list)}
-_BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset)}
+_BUILT_IN |= {kind.__name__: kind for kind in (dict, set, frozenset, type(None))}
 
 
 def encode_value(value: Any, holder: Holder | None = None) -> Any:
@@ -302,12 +317,19 @@ def encode_value(value: Any, holder: Holder | None = None) -> Any:
     if kind is P:
         return ["spec", encode_spec(value)]
     if kind is jax.tree_util.PyTreeDef:
-        return ["tree", encode_tree(value, _LEAF)]
+        return ["tree", _TreeEncoder(_LEAF, holder).encode(value)]
     if isinstance(value, enum.Enum) and kind.__members__.get(value._name_) is value:
         return ["member", [*name_of(kind, _check_enum), value._name_]]
-    if holder is not None and (name := holder.name_of(value)) is not None:
-        return ["held", name]
-    return _encode_type(value)
+    if kind.__module__ == _GRAPHS and kind.__name__ in _RECORDS.split():
+        fields = [getattr(value, each.name) for each in dataclasses.fields(kind)]
+        return ["record", [kind.__name__, encode_value(fields, holder)]]
+    if (found := _encode_type(value)) is not None:
+        return found
+    if holder is not None:
+        held = holder.encode(value, functools.partial(encode_value, holder=holder))
+        if held is not None:
+            return ["held", held]
+    raise NotStorable(f"{kind.__qualname__} cannot be written as plain data: {value!r:.80}")
 
 
 def _encode_type(value: Any) -> Any:
@@ -320,7 +342,7 @@ def _encode_type(value: Any) -> Any:
             return ["builtin", value.__name__]
         if issubclass(value, np.generic) and np.dtype(value).type is value:
             return ["numpy", encode_dtype(np.dtype(value))]
-    raise NotStorable(f"{type(value).__qualname__} cannot be written as plain data: {value!r:.80}")
+    return None
 
 
 def _check_enum(found: Any) -> None:
@@ -347,13 +369,26 @@ def decode_value(code: Any, holder: Holder | None = None, depth: int = 0) -> Any
     if kind == "mapping":
         module, pairs = content
         return _mapping(module)(dict(decode_value(pairs, holder, depth + 1)))
+    if kind == "record":
+        name, fields = content
+        return _record(name)(*decode_value(fields, holder, depth + 1))
+    if kind == "tree":
+        return decode_tree(content, _LEAF, holder, depth + 1)
     if kind == "held" and holder is not None:
-        return holder.named(content)
+        return holder.decode(
+            content, functools.partial(decode_value, holder=holder, depth=depth + 1)
+        )
     return _DECODERS[kind](content)
 
 
 def _mapping(module: str) -> Any:
     return vars(sys.modules[module])[_MAPPINGS[module]]
+
+
+def _record(name: str) -> Any:
+    if name not in _RECORDS.split():
+        raise ValueError(f"{name!r:.80} is no part of the structure of a module")
+    return vars(sys.modules[_GRAPHS])[name]
 
 
 def _member(content: Any) -> Any:
@@ -365,7 +400,6 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int.from_bytes(content, "little", signed=True),
     "member": _member,
     "spec": decode_spec,
-    "tree": lambda content: decode_tree(content, _LEAF),
     "dtype": decode_dtype,
     "jnp": lambda content: getattr(jnp, decode_dtype(content).name),
     "builtin": _BUILT_IN.__getitem__,

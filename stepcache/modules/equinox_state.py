@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from stepcache.calls.layers import function_name
+from stepcache.jaxcompat.tree_codec import CODECS
 from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 from stepcache.variables.describing import named_leaves
@@ -84,6 +85,13 @@ class ModuleStructure:
         for number, value in self.statics:
             leaves.insert(number, value)
         return self.tree.unflatten(leaves)
+
+
+CODECS[ModuleStructure.__name__] = (
+    ModuleStructure,
+    lambda structure: [structure.tree, structure.statics],
+    lambda parts: ModuleStructure(*parts),
+)
 
 
 class Fixed:

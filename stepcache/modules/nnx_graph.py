@@ -18,7 +18,7 @@ from stepcache.calls.signature import AttributePath
 from stepcache.fingerprint.tokens import ATOMS, atom, digest
 from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import HANDLERS
-from stepcache.jaxcompat.tree_codec import CODECS, NotStorable, name_of, named
+from stepcache.jaxcompat.tree_codec import CODECS
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
 from stepcache.modules.nnx_variables import is_module, is_reference, set_values
 
@@ -119,27 +119,7 @@ def _note_structure(walk: Trail, path: str, structure: GraphStructure) -> None:
 HANDLERS[GraphStructure] = _note_structure
 
 
-def _variable_parts(structure: GraphStructure) -> list[Any]:
-    """What a variable alone is, as those of a new `nnx.State` are."""
-    nodes, attributes = structure.graphdef.nodes, structure.graphdef.attributes
-    node = nodes[0]
-    if attributes or not isinstance(node, graphlib.VariableDef) or node.array_refdef is not None:
-        raise NotStorable("new modules cannot be written as plain data")
-    return [name_of(node.type, _check_variable), node.index, node.outer_index, node.metadata]
-
-
-def _variable_of(parts: list[Any]) -> GraphStructure:
-    name, index, outer_index, metadata = parts
-    node = graphlib.VariableDef(named(name, _check_variable), index, outer_index, metadata, None)
-    return GraphStructure(graphlib.GraphDef([node], [], 1))
-
-
-def _check_variable(found: Any) -> None:
-    if not isinstance(found, type) or not issubclass(found, nnx.Variable):
-        raise ValueError(f"{found!r:.80} is no class of variables")
-
-
-CODECS[GraphStructure.__name__] = (GraphStructure, _variable_parts, _variable_of)
+CODECS[GraphStructure.__name__] = (GraphStructure, lambda each: each.graphdef, GraphStructure)
 
 
 NOTHING_ELSE = (False, False)

@@ -217,7 +217,7 @@ class Archive:
             if self._offering(address, record) is not None:
                 self._add_record(address, record)
             return run
-        except storing.NotRegistered:  # It will be, by the trace.
+        except storing.NotThere:  # A trace may make it.
             return None
         except Exception as error:
             self.disk.discard("step", address.digest, f"{type(error).__name__}: {error}")

@@ -9,9 +9,10 @@ as those of the fields of a collection of metrics.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from stepcache.calls.signature import Static
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
+from stepcache.jaxcompat.storing import NotThere
+from stepcache.programs.functions_as_data import Functions, method_of
 
 _DEEPEST, _MOST = 6, 4096
-_METHOD, _GLOBAL = "method ", "global "
+_METHOD, _GLOBAL, _MODULE = "method ", "global ", "module "
 
 
 class HeldObjects:
@@ -36,12 +39,24 @@ class HeldObjects:
     Args:
         fun: the step's function.
         statics: the static arguments of the call.
-        codes: the code of the user's that the step reaches; only `name_of` needs it.
+        codes: finds the code of the user's that the step reaches.
     """
 
-    def __init__(self, fun: Any, statics: Iterable[Static], codes: Iterable[types.CodeType] = ()):
+    def __init__(
+        self, fun: Any, statics: Iterable[Static], codes: Callable[[], Iterable[types.CodeType]]
+    ):
         self._roots = {"function": fun} | {f"static {each.name}": each.value for each in statics}
         self._codes = codes
+        self._functions = Functions()
+
+    def encode(self, value: Any, encode: Callable[[Any], Any]) -> Any:
+        """An object by its name, or a function or class as data; None for anything else."""
+        name = self.name_of(value)
+        return name if name is not None else self._functions.encode(value, encode)
+
+    def decode(self, data: Any, decode: Callable[[Any], Any]) -> Any:
+        """What `encode` wrote. Raises `NotThere` where this process has none."""
+        return self.named(data) if type(data) is list else self._functions.decode(data, decode)
 
     def name_of(self, value: Any) -> list[str] | None:
         """The name of an object, or of a method of one; None where it has none."""
@@ -50,34 +65,48 @@ class HeldObjects:
         name = names.get(id(value))
         if owner is not None and id(owner) in names:
             method = value.__func__.__name__
-            if _method(owner, method) is value.__func__:
+            if method_of(owner, method) is value.__func__:
                 name = (*names[id(owner)], f"{_METHOD}{method}")
         if name is None or any(name[:end] in ambiguous for end in range(1, len(name) + 1)):
             return None
         return list(name)
 
     def named(self, name: list[str]) -> Any:
-        """The object of a name in this process. Raises `KeyError` where there is none."""
+        """The object of a name in this process. Raises `NotThere` where there is none."""
         if any(type(part) is not str for part in name):
             raise TypeError("the name of a held object is not made of texts")
         first, *others = name
-        found = self._roots[first]
-        for part in others:
-            if part.startswith(_METHOD):
-                found = types.MethodType(_method(found, part.removeprefix(_METHOD)), found)
-            else:
-                found = _parts(found)[part]
+        try:
+            found = self._root(first)
+            for part in others:
+                if part.startswith(_METHOD):
+                    found = types.MethodType(method_of(found, part.removeprefix(_METHOD)), found)
+                else:
+                    found = _parts(found)[part]
+        except KeyError:
+            raise NotThere(f"there is no {' '.join(name)}") from None
         return found
+
+    def _root(self, name: str) -> Any:
+        if name.startswith(_MODULE):
+            return vars(sys.modules[name.removeprefix(_MODULE)])
+        return self._roots[name]
 
     @functools.cached_property
     def _names(self) -> tuple[dict[int, tuple[str, ...]], set[tuple[str, ...]]]:
         """Names of objects by identity, and those of objects to which another way leads, too."""
-        read = set().union(*(names_of(code).accessed for code in self._codes))
+        codes = [*self._codes()]
+        read = set().union(*(names_of(code).accessed for code in codes))
         names: dict[int, tuple[str, ...]] = {}
         ambiguous: set[tuple[str, ...]] = set()
         variables: set[Any] = set()
         todo: deque[tuple[tuple[str, ...], Any]] = deque()
         todo.extend(((name,), value) for name, value in self._roots.items())
+        for module, variable in sorted(_globals_read_by(codes)):
+            space = vars(sys.modules[module])
+            if not issubclass(type(space[variable]), _WITHOUT_PARTS):
+                todo.append(((f"{_MODULE}{module}", variable), space[variable]))
+                variables.add((id(space), f"{_GLOBAL}{variable}"))
         while todo and len(names) < _MOST:
             name, value = todo.popleft()
             known = names.setdefault(id(value), name)
@@ -93,6 +122,17 @@ class HeldObjects:
                     todo.append(((*name, part), each))
                     variables.update(() if variable is None else (variable,))
         return names, ambiguous
+
+
+def _globals_read_by(codes: Iterable[types.CodeType]) -> set[tuple[str, str]]:
+    """The global variables that code of the user's reads, with the names of their modules."""
+    modules = {getattr(each, "__file__", None): name for name, each in [*sys.modules.items()]}
+    found = set()
+    for code in codes:
+        module = modules.get(code.co_filename, "__main__")
+        read = {each.name for each in names_of(code).reads if each.kind == "global"}
+        found |= {(module, name) for name in read & vars(sys.modules[module]).keys()}
+    return found
 
 
 def _variable(value: Any, part: str) -> Any:
@@ -153,11 +193,3 @@ def _is_empty(cell: types.CellType) -> bool:
         return cell.cell_contents is cell
     except ValueError:
         return True
-
-
-def _method(owner: Any, name: str) -> Any:
-    """The function that an object's class has under a name. Raises `KeyError` where it has none."""
-    for base in type(owner).__mro__:
-        if type(found := vars(base).get(name)) is types.FunctionType:
-            return found
-    raise KeyError(name)

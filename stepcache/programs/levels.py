@@ -23,7 +23,6 @@ from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
-from stepcache.programs.held_objects import HeldObjects
 from stepcache.programs.left_by_traces import Left, as_left, changed_by
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
@@ -119,7 +118,7 @@ class Levels:
         archive, seconds, stage = call.archive, call.stopwatch.seconds, call.stopwatch.stage
         assert record is not None
         with stage("load"):
-            trees = call.request.key.signature.tree, HeldObjects(self._spec.fun, lookup.statics)
+            trees = call.request.key.signature.tree, lookup.held_objects()
             if data:
                 run = record.assembled(data, address, *trees)
             else:
@@ -278,8 +277,7 @@ class Levels:
         dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
         try:
-            held = HeldObjects(self._spec.fun, lookup.statics, lookup.reached_code())
-            tree = storing.encode_tree(staged.out_tree, request.key.signature.tree, held)
+            tree = lookup.encoded(staged.out_tree)
         except storing.NotStorable as error:
             untrackable = (*untrackable, str(error))
         return Traced(dependencies, used, left, None if untrackable else tree, untrackable)

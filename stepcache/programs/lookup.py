@@ -47,7 +47,8 @@ from stepcache.fingerprint.recorder import READERS_OF_FIELDS
 from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.trail import MAKE_ANY, entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
-from stepcache.jaxcompat import default_device, inspection
+from stepcache.jaxcompat import default_device, inspection, storing
+from stepcache.programs.held_objects import HeldObjects
 from stepcache.programs.left_by_traces import Left, as_left
 from stepcache.storage.dependency_record import Address, DependencyRecord, Used
 
@@ -201,6 +202,14 @@ class Lookup:
     def reached_code(self) -> set[CodeType]:
         """The code of the user's that is known to be reached."""
         return self._walk().codes
+
+    def held_objects(self) -> HeldObjects:
+        """What the step's function and its static arguments hold."""
+        return HeldObjects(self._spec.fun, self.statics, self.reached_code)
+
+    def encoded(self, tree: Any) -> Any:
+        """A tree of outputs as a record keeps it. Raises `NotStorable` if none can."""
+        return storing.encode_tree(tree, self._key.signature.tree, self.held_objects())
 
     def used_by(self, recording: Findings) -> Used:
         """What a trace used."""

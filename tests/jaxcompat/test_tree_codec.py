@@ -118,7 +118,7 @@ class Owner:
 
 def holder_of(fun, **statics):
     given = [Static(name, type(each), each) for name, each in statics.items()]
-    return HeldObjects(fun, given, [reads.__code__])
+    return HeldObjects(fun, given, lambda: [reads.__code__])
 
 
 def reads(owner):
@@ -152,9 +152,26 @@ def test_what_the_function_of_a_step_holds_is_named_by_how_it_leads_there():
         code = there_and_back(State({"w": 1}, (value, 3)), holder=holder)
         assert code[2] == ["tuple", [["tuple", [["held", path], 3]]]], name
     assert holder.name_of(Owner().apply) is holder.name_of(Owner()) is None
-    for refused in (Owner().apply, lambda x: x):
-        with pytest.raises(NotStorable):
-            there_and_back(State({"w": 1}, refused), holder=holder)
+    with pytest.raises(NotStorable):
+        there_and_back(State({"w": 1}, Owner().apply), holder=holder)
+
+
+KEPT_BY_MODULE = [Owner()]
+
+
+def reads_global():
+    return KEPT_BY_MODULE[0].tx
+
+
+def test_variables_of_modules_are_named_where_code_reads_them():
+    """Also those that the step's own function does not lead to: the class of a model reads them."""
+    codes = [reads_global.__code__, reads.__code__]
+    for fun, name in ((None, "KEPT_BY_MODULE"), (reads_global, "KEPT_BY_MODULE")):
+        holder = HeldObjects(fun, [], lambda: codes)
+        path = [f"module {__name__}", name, "0", "tx"]
+        assert holder.name_of(KEPT_BY_MODULE[0].tx) == path
+        assert holder.named(path) is KEPT_BY_MODULE[0].tx
+    assert HeldObjects(None, [], lambda: codes[1:]).name_of(KEPT_BY_MODULE[0].tx) is None
 
 
 def test_what_is_not_read_or_has_two_names_is_not_named():
@@ -173,7 +190,15 @@ def test_what_is_not_read_or_has_two_names_is_not_named():
 @pytest.mark.parametrize(
     "name",
     [
-        *([], ["nothing"], ["function", "gone"], ["function", "function", "owner", "method gone"]),
+        *(
+            [],
+            ["nothing"],
+            ["module gone", "x"],
+            ["module sys", "gone"],
+            ["module sys"] * 2,
+            ["function", "gone"],
+            ["function", "function", "owner", "method gone"],
+        ),
         *(["function", 1], [b"function"], "function", None, {}, 3, [["function"]]),
         ["function", "function", "owner", "method __init__", "method x"],
     ],

@@ -293,6 +293,25 @@ def test_a_step_that_returns_gradients_needs_no_trace_later():
     assert all(map(np.array_equal, jax.tree.leaves((value, grads)), jax.tree.leaves(others)))
 
 
+def test_a_step_that_makes_a_module_needs_no_trace_later(tmp_path):
+    def create(key):
+        mlp = eqx.nn.MLP(3, 3, 4, 1, activation=jax.nn.relu, key=key)
+        rest = [eqx.nn.Lambda(lambda x: x * 2), eqx.nn.Dropout(0.5, inference=True)]
+        return eqx.nn.Sequential([mlp, *rest]), eqx.partition(mlp, eqx.is_array)
+
+    results = []
+    for traces in (1, 0):
+        with sc.Session(cache=sc.ProgramCache(tmp_path, verify="off")) as session:
+            step = seqx.step(create)
+            model, parts = step(jax.random.key(0))
+            session.cache.flush()
+        if jaxcompat.PRIVATE_API:
+            assert step.stats().traces == traces, step.last_miss
+        assert model[0].activation is jax.nn.relu and model[1].fn(3) == 6
+        results.append((jax.vmap(model)(X), jax.vmap(eqx.combine(*parts))(X)))
+    assert all(map(np.array_equal, *results))
+
+
 @pytest.mark.usefixtures("fresh_directory")
 def test_a_step_that_calls_a_function_under_filter_jit_needs_no_trace_later():
     loss = eqx.filter_jit(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2))

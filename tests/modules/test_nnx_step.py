@@ -423,6 +423,40 @@ def test_rules_and_batches_of_a_session():
     assert np.allclose(losses, [theirs(*others, X) for _ in range(3)], rtol=1e-5)
 
 
+class Made(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.others = nnx.List([nnx.BatchNorm(2, rngs=rngs)])
+        self.activation, self.scale = nnx.relu, scaled_by(2)
+
+
+def scaled_by(factor):
+    return lambda x: factor * x
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_step_that_makes_modules_needs_no_trace_later(graph, tmp_path):
+    def create():
+        model = Made(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    results = []
+    for traces in (1, 0):
+        with sc.Session(cache=sc.ProgramCache(tmp_path, verify="off")) as session:
+            step = snnx.step(create, graph=graph)
+            model, optimizer = step()
+            session.cache.flush()
+        if jaxcompat.PRIVATE_API:
+            assert step.stats().traces == traces, step.last_miss
+        assert model.activation is nnx.relu and model.scale(3) == 6
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+        results.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer)))))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.usefixtures("fresh_directory")
 def test_a_step_that_returns_a_state_needs_no_trace_later():
     @snnx.step

@@ -1,0 +1,305 @@
+"""Functions and classes as plain data: by the name that a module has for them, or by their code.
+
+A model or an optimizer that a step makes keeps functions beside its arrays. A function that another
+one has made, as optax does for each optimizer, is written by the place of its code in a module, and
+by the values that it captured. Named tuples and frozen dataclasses, which are their values, are
+written by these.
+
+What is read back is looked up in modules that are loaded, and functions are made of code that is
+found there. Nothing is imported or called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stepcache.fingerprint.bytecode import instructions_of
+from stepcache.fingerprint.code_digests import code_digest
+from stepcache.fingerprint.provenance import USER, origin_of
+from stepcache.jaxcompat.storing import NotStorable, NotThere
+
+Code = Callable[[Any], Any]  # Writes a value as plain data, or reads it.
+
+_MOST_WRAPPED = 8
+_BINDS = frozenset(("STORE_DEREF", "DELETE_DEREF"))
+
+
+class Functions:
+    """The functions and classes of one tree, each of which is written once, and numbered."""
+
+    def __init__(self) -> None:
+        self._written: list[Any] = []
+        self._read: dict[int, Any] = {}
+
+    def encode(self, value: Any, encode: Code) -> dict[str, Any] | None:
+        """A function, a method, a class, or a named tuple; None for anything else.
+
+        Raises `NotStorable` if it captured what cannot be written.
+        """
+        for number, each in enumerate(self._written):
+            if each is value:
+                return {"again": number}
+        data = _encode(value, encode)
+        if data is not None:
+            data["number"] = len(self._written)  # What it captured has been numbered before it.
+            self._written.append(value)
+        return data
+
+    def decode(self, data: Any, decode: Code) -> Any:
+        """What `encode` wrote. In the object that wrote it, the value itself, if it is the same.
+
+        Raises `NotThere` if a module is not loaded, or has something else under a name.
+        """
+        if "again" in data:
+            return self._read[data["again"]]
+        value, number = _decode(data, decode), data["number"]
+        if self._written:
+            original = self._written[number]
+            if not _are_alike(value, original):
+                raise NotStorable(f"{original!r:.80} would be read back as something else")
+            value = original
+        self._read[number] = value
+        return value
+
+
+def _encode(value: Any, encode: Code) -> dict[str, Any] | None:
+    kind = type(value)
+    if (place := _place_of(value)) is not None:
+        return place
+    if kind is types.FunctionType:
+        return _made_function(value, encode)
+    if kind is types.MethodType:
+        name = value.__func__.__name__
+        if method_of(value.__self__, name) is value.__func__:
+            return {"method": name, "of": encode(value.__self__)}
+    if kind is functools.partial:
+        return {"partial": [encode(each) for each in (value.func, value.args, value.keywords)]}
+    fields = _fields_of(kind)
+    if fields and (place := _place_of(kind)) is not None:
+        if issubclass(kind, tuple):
+            items = tuple.__iter__(value)
+        elif getattr(value, "__dict__", {}).keys() <= set(fields):
+            items = (getattr(value, name) for name in fields)
+        else:
+            return None
+        return {"items": [*map(encode, items)], "of": place}
+    return None
+
+
+def _fields_of(kind: type) -> Sequence[str]:
+    """The fields of named tuples, and of dataclasses that are equal by them and do not change."""
+    if issubclass(kind, tuple):
+        return getattr(kind, "_fields", ())
+    parameters = vars(kind).get("__dataclass_params__")
+    is_value = parameters is not None and parameters.frozen and parameters.eq
+    return [each.name for each in dataclasses.fields(kind)] if is_value else ()
+
+
+def _decode(data: dict[str, Any], decode: Code) -> Any:
+    if "code" in data:
+        return _function_made_of(data, decode)
+    if "method" in data:
+        owner = decode(data["of"])
+        return types.MethodType(method_of(owner, data["method"]), owner)
+    if "partial" in data:
+        function, args, keywords = (decode(each) for each in data["partial"])
+        return functools.partial(function, *args, **keywords)
+    if "items" in data:
+        kind, items = _at(data["of"]), [decode(each) for each in data["items"]]
+        fields = _fields_of(kind) if isinstance(kind, type) else ()
+        if not fields or len(fields) != len(items):
+            raise NotThere(f"{kind!r:.80} has not {len(items)} fields")
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, items)
+        made = object.__new__(kind)
+        for name, item in zip(fields, items, strict=True):
+            object.__setattr__(made, name, item)
+        return made
+    return _at(data)
+
+
+def method_of(owner: Any, name: str) -> types.FunctionType:
+    """The function that an object's class has under a name. Raises `NotThere` if it has none."""
+    for base in type(owner).__mro__:
+        if type(found := vars(base).get(name)) is types.FunctionType:
+            return found
+    raise NotThere(f"{type(owner).__qualname__} has no method {name!r:.80}")
+
+
+def _place_of(value: Any) -> dict[str, Any] | None:
+    """Where a module has a function or a class, or a package's module an object, under a name."""
+    for module, name in _names_of(value):
+        if isinstance(module, str) and isinstance(name, str):
+            for wrapped, found in enumerate(_found_under(module, name)):
+                if found is value:
+                    return {"at": [module, name, wrapped, _digest_of(value)]}
+    if type(value) is types.FunctionType and not (value.__closure__ or value.__defaults__):
+        return _place_of_lambda(value)
+    return None
+
+
+def _place_of_lambda(function: types.FunctionType) -> dict[str, Any] | None:
+    """Where a module has a function that is all in its code: under another name, or a default."""
+    module, digest = function.__globals__.get("__name__"), code_digest(function.__code__)
+    if not isinstance(module, str) or not _are_globals_of(module, function.__globals__):
+        return None
+    for name in _names_in(module):
+        for wrapped, found in enumerate(_found_under(module, name)):
+            if found is function:
+                return {"at": [module, name, wrapped, digest]}
+            for key, default in _defaults_of(found).items():
+                if default is function:
+                    place = [module, name, wrapped, _digest_of(found)]
+                    return {"at": place, "default": key, "digest": digest}
+    return None
+
+
+def _names_in(module: str) -> Iterator[str]:
+    for name, value in [*vars(sys.modules[module]).items()]:
+        yield name
+        if isinstance(value, type) and value.__module__ == module:
+            yield from (f"{name}.{each}" for each in [*vars(value)])
+
+
+def _defaults_of(function: Any) -> dict[Any, Any]:
+    if type(function) is not types.FunctionType:
+        return {}
+    return dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+
+
+def _names_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Names under which a value may be found, with their modules."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        yield value.__globals__.get("__name__"), value.__code__.co_qualname
+    if issubclass(kind, type | types.FunctionType) or origin_of(kind) != USER:
+        module = getattr(value, "__module__", None)
+        yield module, getattr(value, "__qualname__", None)
+        yield module, getattr(value, "__name__", None)
+        if (
+            isinstance(module, str) and module == kind.__module__
+        ):  # As a mark that a package made one object of.
+            space = getattr(sys.modules.get(module), "__dict__", {})
+            yield from ((module, name) for name, each in [*space.items()] if each is value)
+
+
+def _at(data: dict[str, Any]) -> Any:
+    module, name, wrapped, digest = data["at"]
+    found = next(itertools.islice(_found_under(module, name), wrapped, None), None)
+    if found is None or _digest_of(found) != digest:
+        raise NotThere(f"{module} has no {name} as it was")
+    if "default" in data:
+        found = _defaults_of(found).get(data["default"])
+        if type(found) is not types.FunctionType or _digest_of(found) != data["digest"]:
+            raise NotThere(f"{name} in {module} has not the default that it had")
+    return found
+
+
+def _digest_of(value: Any) -> str:
+    return code_digest(value.__code__) if type(value) is types.FunctionType else ""
+
+
+def _found_under(module: str, name: str) -> Iterator[Any]:
+    """What a module has under a name, then what that wraps. Looks into dicts alone."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        if not isinstance(found, type | types.ModuleType):
+            return
+        found = vars(found).get(part)
+    for _ in range(_MOST_WRAPPED):
+        if found is None:
+            return
+        yield found
+        if isinstance(found, staticmethod | classmethod):
+            found = found.__func__
+        else:
+            found = None if origin_of(type(found)) == USER else getattr(found, "__wrapped__", None)
+
+
+def _made_function(function: types.FunctionType, encode: Code) -> dict[str, Any] | None:
+    """A function by the place of its code in the function that made it."""
+    code, module = function.__code__, function.__globals__.get("__name__")
+    maker = code.co_qualname.partition(".<locals>")[0]
+    if not isinstance(module, str) or not _are_globals_of(module, function.__globals__):
+        return None
+    for wrapped, found in enumerate(_found_under(module, maker)):
+        outer = found.__code__ if type(found) is types.FunctionType else None
+        path = None if outer is None else _path_to(code, outer)
+        if outer is None or path is None:
+            continue
+        others = set(_codes_in(outer)) - {code, *_codes_in(code)}
+        if any(_share(each, code) for each in others):
+            return None  # They are to see the same variable.
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts = [captured, function.__defaults__, function.__kwdefaults__, vars(function)]
+        names = [function.__name__, function.__qualname__, function.__module__]
+        place = [module, maker, wrapped, path, code_digest(code)]
+        return {"code": place, "names": names, "parts": encode(parts)}
+    return None
+
+
+def _function_made_of(data: dict[str, Any], decode: Code) -> types.FunctionType:
+    module, maker, wrapped, path, digest = data["code"]
+    found = next(itertools.islice(_found_under(module, maker), wrapped, None), None)
+    code = found.__code__ if type(found) is types.FunctionType else None
+    for number in path:
+        constants = code.co_consts if isinstance(code, types.CodeType) else ()
+        code = constants[number] if number < len(constants) else None
+    if not isinstance(code, types.CodeType) or code_digest(code) != digest:
+        raise NotThere(f"{maker} in {module} makes no {data['names'][0]} as it was")
+    captured, defaults, keyword_defaults, attributes = decode(data["parts"])
+    space, cells = vars(sys.modules[module]), tuple(map(types.CellType, captured))
+    name, *names = data["names"]
+    function = types.FunctionType(code, space, name, defaults, cells)
+    function.__qualname__, function.__module__ = names
+    function.__kwdefaults__ = keyword_defaults
+    function.__dict__.update(attributes)
+    return function
+
+
+def _are_globals_of(module: str, space: dict[str, Any]) -> bool:
+    return getattr(sys.modules.get(module), "__dict__", None) is space
+
+
+def _path_to(code: types.CodeType, outer: types.CodeType) -> list[int] | None:
+    """Where code is nested in that of a function: the numbers of constants, outermost first."""
+    for number, constant in enumerate(outer.co_consts):
+        if constant is code:
+            return [number]
+        if isinstance(constant, types.CodeType) and (path := _path_to(code, constant)):
+            return [number, *path]
+    return None
+
+
+def _codes_in(outer: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in outer.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_in(constant)
+
+
+def _share(code: types.CodeType, other: types.CodeType) -> bool:
+    """Whether two functions may have captured one variable, and one of them binds it anew."""
+    both = {*code.co_freevars} & {*other.co_freevars}
+    codes = (code, *_codes_in(code), other, *_codes_in(other)) if both else ()
+    instructions = itertools.chain.from_iterable(map(instructions_of, codes))
+    return any(each.opname in _BINDS and each.argval in both for each in instructions)
+
+
+def _are_alike(value: Any, original: Any) -> bool:
+    if type(value) is types.FunctionType is type(original) and value is not original:
+        return value.__code__ is original.__code__ and _are_alike(
+            *(
+                [*(each.__closure__ or ()), each.__defaults__, each.__kwdefaults__, vars(each)]
+                for each in (value, original)
+            )
+        )
+    if type(value) is functools.partial is type(original):
+        return _are_alike(*([*each.args, each.func, each.keywords] for each in (value, original)))
+    return value is original or (type(value) is type(original) and value == original)
