@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -44,3 +46,31 @@ def of_kinds(value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
     if not isinstance(value, kinds):
         raise NotStorable(f"it has {what} of the kind {type(value).__name__}: {value!r:.80}")
     return value
+
+
+class NotThere(ValueError):
+    """This process does not have what a tree names, by now: a trace may make it.
+
+    JAX may not know a class as a node, too: chex registers one with its first object.
+    """
+
+
+def name_of(value: type, check: Callable[[Any], None]) -> list[str]:
+    """The module and the name by which a class is found; one that a function made is not."""
+    name = [value.__module__, value.__qualname__]
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        if named(name, check) is value:
+            return name
+    raise NotStorable(f"{name[1]} is not found in {name[0]} by its name")
+
+
+def named(name: Any, check: Callable[[Any], None]) -> Any:
+    """A class by its module and its name. Looks into dicts alone: nothing is imported or run."""
+    module, path = name
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        # Not by `getattr`, which may run what a module or a metaclass defines.
+        found = (type if isinstance(found, type) else object).__getattribute__(found, "__dict__")
+        found = found[part]
+    check(found)
+    return found

@@ -22,7 +22,7 @@ from stepcache.jaxcompat.hooks import Find, Load, compile_through
 from stepcache.jaxcompat.inspection import outline
 from stepcache.jaxcompat.private import CAN_STORE
 from stepcache.jaxcompat.stages import Runnable, Staged
-from stepcache.jaxcompat.tree_codec import Holder, NotThere, decode_tree, encode_tree
+from stepcache.jaxcompat.tree_codec import Holder, NotThere, decode_tree, encode_tree, objects_in
 
 if CAN_STORE:
     from jax._src import compiler

@@ -32,7 +32,13 @@ from stepcache.jaxcompat.call_codec import (
     encode_dtype,
     encode_spec,
 )
-from stepcache.jaxcompat.checked_data import NotStorable, item_at
+from stepcache.jaxcompat.checked_data import (
+    NotStorable,
+    NotThere,
+    item_at,
+    name_of,
+    named,
+)
 from stepcache.jaxcompat.private import CAN_STORE
 
 if CAN_STORE:
@@ -224,13 +230,6 @@ def _subtree_at(tree: Any, position: Any) -> Any:
 _WITH_A_KIND_OF_THEIR_OWN = (tuple, list, dict, type(None))
 
 
-class NotThere(ValueError):
-    """This process does not have what a tree names, by now: a trace may make it.
-
-    JAX may not know a class as a node, too: chex registers one with its first object.
-    """
-
-
 def _check_node_class(found: Any) -> None:
     """Raises `ValueError` unless it is a class that JAX takes apart: registered, or named tuple."""
     if not isinstance(found, type) or found in _WITH_A_KIND_OF_THEIR_OWN:
@@ -241,27 +240,6 @@ def _check_node_class(found: Any) -> None:
 
 def _is_named_tuple(found: type) -> bool:
     return issubclass(found, tuple) and isinstance(getattr(found, "_fields", None), tuple)
-
-
-def name_of(value: type, check: Callable[[Any], None]) -> list[str]:
-    """The module and the name by which a class is found; one that a function made is not."""
-    name = [value.__module__, value.__qualname__]
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        if named(name, check) is value:
-            return name
-    raise NotStorable(f"{name[1]} is not found in {name[0]} by its name")
-
-
-def named(name: Any, check: Callable[[Any], None]) -> Any:
-    """A class by its module and its name. Looks into dicts alone: nothing is imported or run."""
-    module, path = name
-    found: Any = sys.modules[module]
-    for part in path.split("."):
-        # Not by `getattr`, which may run what a module or a metaclass defines.
-        found = (type if isinstance(found, type) else object).__getattribute__(found, "__dict__")
-        found = found[part]
-    check(found)
-    return found
 
 
 CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
@@ -309,20 +287,15 @@ def encode_value(value: Any, holder: Holder | None = None) -> Any:
     cls, take_apart, _ = _MADE_OF_PARTS.get(kind.__name__, (None, list, list))
     if kind is cls:
         return [kind.__name__, [encode_value(each, holder) for each in take_apart(value)]]
-    cls, take_apart, _ = CODECS.get(kind.__name__, (None, list, list))
-    if kind is cls:
-        return ["made", [kind.__name__, encode_value(take_apart(value), holder)]]
-    if _MAPPINGS.get(kind.__module__) == kind.__qualname__ and kind is _mapping(kind.__module__):
-        return ["mapping", [kind.__module__, encode_value(dict(value), holder)]]
+    if (apart := _taken_apart(value)) is not None:
+        form, name, parts = apart
+        return [form, [name, encode_value(parts, holder)]]
     if kind is P:
         return ["spec", encode_spec(value)]
     if kind is jax.tree_util.PyTreeDef:
         return ["tree", _TreeEncoder(_LEAF, holder).encode(value)]
     if isinstance(value, enum.Enum) and kind.__members__.get(value._name_) is value:
         return ["member", [*name_of(kind, _check_enum), value._name_]]
-    if kind.__module__ == _GRAPHS and kind.__name__ in _RECORDS.split():
-        fields = [getattr(value, each.name) for each in dataclasses.fields(kind)]
-        return ["record", [kind.__name__, encode_value(fields, holder)]]
     if (found := _encode_type(value)) is not None:
         return found
     if holder is not None:
@@ -330,6 +303,44 @@ def encode_value(value: Any, holder: Holder | None = None) -> Any:
         if held is not None:
             return ["held", held]
     raise NotStorable(f"{kind.__qualname__} cannot be written as plain data: {value!r:.80}")
+
+
+def _taken_apart(value: Any) -> tuple[str, str, Any] | None:
+    """The form of an object, the name of its class, and its parts; None where it has none."""
+    kind = type(value)
+    name, module = kind.__name__, kind.__module__
+    if name in CODECS and kind is CODECS[name][0]:
+        return "made", name, CODECS[name][1](value)
+    if module == _GRAPHS and name in _RECORDS.split():
+        return "record", name, [getattr(value, each.name) for each in dataclasses.fields(kind)]
+    if _MAPPINGS.get(module) == kind.__qualname__ and kind is _mapping(module):
+        return "mapping", module, dict(value)
+    return None
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """What the nodes of a tree keep that is no plain data, in an order that equal trees share."""
+    found: dict[int, Any] = {}
+    _find_objects(tree, found)
+    return [*found.values()]
+
+
+def _find_objects(value: Any, found: dict[int, Any]) -> None:
+    kind, parts = type(value), ()
+    if kind is jax.tree_util.PyTreeDef:
+        parts = [(value.node_data() or (None, None))[1], *value.children()]
+    elif kind in (set, frozenset) or kind in _PLAIN or kind is int:
+        pass
+    elif kind is _MADE_OF_PARTS.get(kind.__name__, (None,))[0]:
+        parts = _MADE_OF_PARTS[kind.__name__][1](value)
+    elif (apart := _taken_apart(value)) is not None:
+        parts = apart[2:]
+    elif issubclass(kind, tuple):
+        parts = tuple.__iter__(value)
+    elif id(value) not in found:
+        found[id(value)] = value
+    for part in parts:
+        _find_objects(part, found)
 
 
 def _encode_type(value: Any) -> Any:
@@ -363,15 +374,9 @@ def decode_value(code: Any, holder: Holder | None = None, depth: int = 0) -> Any
     if kind in _MADE_OF_PARTS:
         parts = [decode_value(each, holder, depth + 1) for each in content]
         return _MADE_OF_PARTS[kind][2](parts)
-    if kind == "made":
+    if kind in _MAKERS:
         name, parts = content
-        return CODECS[name][2](decode_value(parts, holder, depth + 1))
-    if kind == "mapping":
-        module, pairs = content
-        return _mapping(module)(dict(decode_value(pairs, holder, depth + 1)))
-    if kind == "record":
-        name, fields = content
-        return _record(name)(*decode_value(fields, holder, depth + 1))
+        return _MAKERS[kind](name, decode_value(parts, holder, depth + 1))
     if kind == "tree":
         return decode_tree(content, _LEAF, holder, depth + 1)
     if kind == "held" and holder is not None:
@@ -389,6 +394,13 @@ def _record(name: str) -> Any:
     if name not in _RECORDS.split():
         raise ValueError(f"{name!r:.80} is no part of the structure of a module")
     return vars(sys.modules[_GRAPHS])[name]
+
+
+_MAKERS: dict[str, Callable[[str, Any], Any]] = {
+    "made": lambda name, parts: CODECS[name][2](parts),
+    "record": lambda name, fields: _record(name)(*fields),
+    "mapping": lambda module, pairs: _mapping(module)(dict(pairs)),
+}
 
 
 def _member(content: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A step that returns a `TrainState` which it made returns the model's `apply` and the optimizer, in
 the tree of its outputs. They are no plain data, but a later process has its own: the step was given
-them as static arguments, or its function holds them. So are classes that a function has made, such
-as those of the fields of a collection of metrics.
+them as static arguments, or in the tree of its arguments, or its function holds them. So are
+classes that a function has made, such as those of the fields of a collection of metrics.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from stepcache.calls.signature import Static
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
-from stepcache.jaxcompat.storing import NotThere
+from stepcache.jaxcompat import storing
+from stepcache.jaxcompat.storing import NotStorable, NotThere
 from stepcache.programs.functions_as_data import Functions, method_of
 
 _DEEPEST, _MOST = 6, 4096
-_METHOD, _GLOBAL, _MODULE = "method ", "global ", "module "
+_METHOD, _GLOBAL, _MODULE, _KEPT = "method ", "global ", "module ", "kept "
 
 
 class HeldObjects:
-    """The objects that a step's function and its static arguments lead to.
+    """The objects that a step's function and its arguments lead to.
 
     Nothing of theirs is called. What the code does not read is no dependency of the step, and may
     be another object in the next process: so only attributes and keys that `codes` name lead on,
@@ -40,18 +41,25 @@ class HeldObjects:
         fun: the step's function.
         statics: the static arguments of the call.
         codes: finds the code of the user's that the step reaches.
+        tree: of the call's arguments; its nodes may keep objects, as a `TrainState` does.
     """
 
     def __init__(
-        self, fun: Any, statics: Iterable[Static], codes: Callable[[], Iterable[types.CodeType]]
+        self,
+        fun: Any,
+        statics: Iterable[Static],
+        codes: Callable[[], Iterable[types.CodeType]],
+        tree: Any = None,
     ):
         self._roots = {"function": fun} | {f"static {each.name}": each.value for each in statics}
-        self._codes = codes
+        self._codes, self._tree = codes, tree
         self._functions = Functions()
 
     def encode(self, value: Any, encode: Callable[[Any], Any]) -> Any:
         """An object by its name, or a function or class as data; None for anything else."""
         name = self.name_of(value)
+        if name is None and id(value) in self._names[0]:
+            raise NotStorable(f"more than one way leads to {value!r:.80}")
         return name if name is not None else self._functions.encode(value, encode)
 
     def decode(self, data: Any, decode: Callable[[Any], Any]) -> Any:
@@ -60,6 +68,8 @@ class HeldObjects:
 
     def name_of(self, value: Any) -> list[str] | None:
         """The name of an object, or of a method of one; None where it has none."""
+        if (number := self._kept.get(id(value))) is not None:
+            return [f"{_KEPT}{number}"]
         names, ambiguous = self._names
         owner = value.__self__ if type(value) is types.MethodType else None
         name = names.get(id(value))
@@ -90,7 +100,15 @@ class HeldObjects:
     def _root(self, name: str) -> Any:
         if name.startswith(_MODULE):
             return vars(sys.modules[name.removeprefix(_MODULE)])
+        if name.startswith(_KEPT):
+            return storing.objects_in(self._tree)[int(name.removeprefix(_KEPT))]
         return self._roots[name]
+
+    @functools.cached_property
+    def _kept(self) -> dict[int, int]:
+        """The numbers of the objects that the arguments' tree keeps, by identity."""
+        kept = storing.objects_in(self._tree)
+        return {id(value): number for number, value in enumerate(kept)}
 
     @functools.cached_property
     def _names(self) -> tuple[dict[int, tuple[str, ...]], set[tuple[str, ...]]]:

@@ -204,8 +204,9 @@ class Lookup:
         return self._walk().codes
 
     def held_objects(self) -> HeldObjects:
-        """What the step's function and its static arguments hold."""
-        return HeldObjects(self._spec.fun, self.statics, self.reached_code)
+        """What the step's function and its arguments hold."""
+        tree = self._key.signature.tree
+        return HeldObjects(self._spec.fun, self.statics, self.reached_code, tree)
 
     def encoded(self, tree: Any) -> Any:
         """A tree of outputs as a record keeps it. Raises `NotStorable` if none can."""

@@ -216,6 +216,39 @@ def test_a_malformed_name_of_what_is_held_is_refused(name):
         decode_tree(["node", {"held": name}, None, []], jax.tree.structure(1), holder)
 
 
+def test_what_the_arguments_keep_is_that_of_the_arguments():
+    """In a node of another kind: functions of an optimizer that are made anew would be others."""
+    optimizer, function = optax.adam(0.1), lambda x: x
+    known = jax.tree.structure([3, State({"w": 1}, (optimizer, function)), nnx.split(module())])
+    holder = HeldObjects(None, [], list, known)
+    outputs = {
+        "function": (Config(1, optimizer.update), ["kept 1"]),
+        "another one": (Config(1, function), ["kept 2"]),
+    }
+    for value, name in outputs.values():
+        code = encode_tree(jax.tree.structure(value), known, holder)
+        assert code[2] == ["held", name]
+        read = decode_tree(code, known, HeldObjects(None, [], list, known))
+        assert read.node_data()[1] is value.static
+    for name in ("kept 99", "kept -99", "kept x"):
+        with pytest.raises((ValueError, IndexError)):
+            holder.named([name])
+
+
+def test_an_object_to_which_two_ways_lead_is_not_made_anew():
+    function = scaled_by(2)
+    owner, other = Owner(), [function]
+    owner.tx = function
+    with pytest.raises(NotStorable, match="more than one way leads to <function scaled_by"):
+        there_and_back(Config(1, function), holder=holder_of(lambda x: (owner, other)))
+    there_and_back(Config(1, function), holder=holder_of(lambda x: owner))
+    there_and_back(Config(1, scaled_by(2)), holder=holder_of(lambda x: (owner, other)))
+
+
+def scaled_by(factor):
+    return lambda x: factor * x
+
+
 def test_a_class_that_is_held_is_one_of_nodes():
     fields = [("kept", made_class(), dataclasses.field(default=0))]
     collection = dataclasses.make_dataclass(
