@@ -227,9 +227,9 @@ def test_what_the_arguments_keep_is_that_of_the_arguments():
     }
     for value, name in outputs.values():
         code = encode_tree(jax.tree.structure(value), known, holder)
-        assert code[2] == ["held", name]
+        assert code[2] == ["tuple", [["held", name]]]
         read = decode_tree(code, known, HeldObjects(None, [], list, known))
-        assert read.node_data()[1] is value.static
+        assert read.node_data()[1][0] is value.static
     for name in ("kept 99", "kept -99", "kept x"):
         with pytest.raises((ValueError, IndexError)):
             holder.named([name])
