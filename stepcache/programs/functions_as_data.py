@@ -37,16 +37,27 @@ class Functions:
         self._written: list[Any] = []
         self._read: dict[int, Any] = {}
 
-    def encode(self, value: Any, encode: Code) -> dict[str, Any] | None:
-        """A function, a method, a class, or a named tuple; None for anything else.
+    def name_of(self, value: Any) -> list[str] | None:
+        """The name of an object that the process which reads it has, too. None where it has none.
+
+        Raises `NotStorable` if another object may have that name there.
+        """
+        raise NotImplementedError
+
+    def named(self, name: list[str]) -> Any:
+        """The object of a name in this process. Raises `NotThere` where there is none."""
+        raise NotImplementedError
+
+    def encode(self, value: Any, encode: Code) -> Any:
+        """A named object, a function, a method, a class, or a named tuple; None for anything else.
 
         Raises `NotStorable` if it captured what cannot be written.
         """
         for number, each in enumerate(self._written):
             if each is value:
                 return {"again": number}
-        data = _encode(value, encode)
-        if data is not None:
+        data = self._written_as(value, encode)
+        if isinstance(data, dict):
             data["number"] = len(self._written)  # What it captured has been numbered before it.
             self._written.append(value)
         return data
@@ -56,6 +67,8 @@ class Functions:
 
         Raises `NotThere` if a module is not loaded, or has something else under a name.
         """
+        if type(data) is list:
+            return self.named(data)
         if "again" in data:
             return self._read[data["again"]]
         value, number = _decode(data, decode), data["number"]
@@ -67,13 +80,36 @@ class Functions:
         self._read[number] = value
         return value
 
+    def _written_as(self, value: Any, encode: Code) -> Any:
+        try:
+            if (name := self.name_of(value)) is not None:
+                return name
+        except NotStorable:
+            if (place := _place_of(value)) is None:
+                raise
+            return place
+        if (place := _place_of(value)) is not None:
+            return place
+        if type(value) is types.FunctionType:
+            if (place := _place_of_code(value)) is None:
+                return None
+            # A list or a dict that two functions captured is to be one again.
+            captured = [
+                ["held", self.encode(each, encode)] if type(each) in _CONTAINERS else encode(each)
+                for each in (cell.cell_contents for cell in value.__closure__ or ())
+            ]
+            rest = [value.__defaults__, value.__kwdefaults__, vars(value)]
+            return {**place, "captured": captured, "rest": encode(rest)}
+        return _taken_apart(value, encode)
 
-def _encode(value: Any, encode: Code) -> dict[str, Any] | None:
+
+_CONTAINERS = (list, dict, set)
+
+
+def _taken_apart(value: Any, encode: Code) -> dict[str, Any] | None:
     kind = type(value)
-    if (place := _place_of(value)) is not None:
-        return place
-    if kind is types.FunctionType:
-        return _made_function(value, encode)
+    if kind in _CONTAINERS:
+        return {"value": encode(value)}
     if kind is types.MethodType:
         name = value.__func__.__name__
         if method_of(value.__self__, name) is value.__func__:
@@ -104,6 +140,8 @@ def _fields_of(kind: type) -> Sequence[str]:
 def _decode(data: dict[str, Any], decode: Code) -> Any:
     if "code" in data:
         return _function_made_of(data, decode)
+    if "value" in data:
+        return decode(data["value"])
     if "method" in data:
         owner = decode(data["of"])
         return types.MethodType(method_of(owner, data["method"]), owner)
@@ -182,9 +220,7 @@ def _names_of(value: Any) -> Iterator[tuple[Any, Any]]:
         module = getattr(value, "__module__", None)
         yield module, getattr(value, "__qualname__", None)
         yield module, getattr(value, "__name__", None)
-        if (
-            isinstance(module, str) and module == kind.__module__
-        ):  # As a mark that a package made one object of.
+        if isinstance(module, str) and module == kind.__module__:  # A mark, as equinox's `MISSING`.
             space = getattr(sys.modules.get(module), "__dict__", {})
             yield from ((module, name) for name, each in [*space.items()] if each is value)
 
@@ -202,7 +238,10 @@ def _at(data: dict[str, Any]) -> Any:
 
 
 def _digest_of(value: Any) -> str:
-    return code_digest(value.__code__) if type(value) is types.FunctionType else ""
+    """The digest of a function's code, or of what a custom derivative or the like wraps."""
+    codes = (each.__code__ for each in _unwrapped(value) if type(each) is types.FunctionType)
+    code = next(codes, None)
+    return "" if code is None else code_digest(code)
 
 
 def _found_under(module: str, name: str) -> Iterator[Any]:
@@ -212,18 +251,24 @@ def _found_under(module: str, name: str) -> Iterator[Any]:
         if not isinstance(found, type | types.ModuleType):
             return
         found = vars(found).get(part)
+    yield from _unwrapped(found)
+
+
+def _unwrapped(value: Any) -> Iterator[Any]:
+    """A value, what it wraps, and so on."""
     for _ in range(_MOST_WRAPPED):
-        if found is None:
+        if value is None or isinstance(value, type):
+            yield from () if value is None else (value,)
             return
-        yield found
-        if isinstance(found, staticmethod | classmethod):
-            found = found.__func__
+        yield value
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
         else:
-            found = None if origin_of(type(found)) == USER else getattr(found, "__wrapped__", None)
+            value = None if origin_of(type(value)) == USER else getattr(value, "__wrapped__", None)
 
 
-def _made_function(function: types.FunctionType, encode: Code) -> dict[str, Any] | None:
-    """A function by the place of its code in the function that made it."""
+def _place_of_code(function: types.FunctionType) -> dict[str, Any] | None:
+    """Where the code of a function is in the function that made it."""
     code, module = function.__code__, function.__globals__.get("__name__")
     maker = code.co_qualname.partition(".<locals>")[0]
     if not isinstance(module, str) or not _are_globals_of(module, function.__globals__):
@@ -236,11 +281,8 @@ def _made_function(function: types.FunctionType, encode: Code) -> dict[str, Any]
         others = set(_codes_in(outer)) - {code, *_codes_in(code)}
         if any(_share(each, code) for each in others):
             return None  # They are to see the same variable.
-        captured = [cell.cell_contents for cell in function.__closure__ or ()]
-        parts = [captured, function.__defaults__, function.__kwdefaults__, vars(function)]
         names = [function.__name__, function.__qualname__, function.__module__]
-        place = [module, maker, wrapped, path, code_digest(code)]
-        return {"code": place, "names": names, "parts": encode(parts)}
+        return {"code": [module, maker, wrapped, path, code_digest(code)], "names": names}
     return None
 
 
@@ -253,8 +295,9 @@ def _function_made_of(data: dict[str, Any], decode: Code) -> types.FunctionType:
         code = constants[number] if number < len(constants) else None
     if not isinstance(code, types.CodeType) or code_digest(code) != digest:
         raise NotThere(f"{maker} in {module} makes no {data['names'][0]} as it was")
-    captured, defaults, keyword_defaults, attributes = decode(data["parts"])
-    space, cells = vars(sys.modules[module]), tuple(map(types.CellType, captured))
+    cells = tuple(types.CellType(decode(each)) for each in data["captured"])
+    defaults, keyword_defaults, attributes = decode(data["rest"])
+    space = vars(sys.modules[module])
     name, *names = data["names"]
     function = types.FunctionType(code, space, name, defaults, cells)
     function.__qualname__, function.__module__ = names

@@ -30,7 +30,7 @@ _DEEPEST, _MOST = 6, 4096
 _METHOD, _GLOBAL, _MODULE, _KEPT = "method ", "global ", "module ", "kept "
 
 
-class HeldObjects:
+class HeldObjects(Functions):
     """The objects that a step's function and its arguments lead to.
 
     Nothing of theirs is called. What the code does not read is no dependency of the step, and may
@@ -51,23 +51,15 @@ class HeldObjects:
         codes: Callable[[], Iterable[types.CodeType]],
         tree: Any = None,
     ):
+        super().__init__()
         self._roots = {"function": fun} | {f"static {each.name}": each.value for each in statics}
         self._codes, self._tree = codes, tree
-        self._functions = Functions()
-
-    def encode(self, value: Any, encode: Callable[[Any], Any]) -> Any:
-        """An object by its name, or a function or class as data; None for anything else."""
-        name = self.name_of(value)
-        if name is None and id(value) in self._names[0]:
-            raise NotStorable(f"more than one way leads to {value!r:.80}")
-        return name if name is not None else self._functions.encode(value, encode)
-
-    def decode(self, data: Any, decode: Callable[[Any], Any]) -> Any:
-        """What `encode` wrote. Raises `NotThere` where this process has none."""
-        return self.named(data) if type(data) is list else self._functions.decode(data, decode)
 
     def name_of(self, value: Any) -> list[str] | None:
-        """The name of an object, or of a method of one; None where it has none."""
+        """The name of an object, or of a method of one; None where it has none.
+
+        Raises `NotStorable` if more than one way leads to it.
+        """
         if (number := self._kept.get(id(value))) is not None:
             return [f"{_KEPT}{number}"]
         names, ambiguous = self._names
@@ -77,8 +69,10 @@ class HeldObjects:
             method = value.__func__.__name__
             if method_of(owner, method) is value.__func__:
                 name = (*names[id(owner)], f"{_METHOD}{method}")
-        if name is None or any(name[:end] in ambiguous for end in range(1, len(name) + 1)):
+        if name is None:
             return None
+        if any(name[:end] in ambiguous for end in range(1, len(name) + 1)):
+            raise NotStorable(f"more than one way leads to {value!r:.80}")
         return list(name)
 
     def named(self, name: list[str]) -> Any:

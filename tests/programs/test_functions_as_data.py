@@ -188,6 +188,17 @@ def test_one_function_is_one_again():
     assert first is second is not third
 
 
+def test_a_list_that_two_functions_captured_is_one_again():
+    noted = []
+    add, count = there_and_back(composed_of(noted))
+    add(3), add(4)
+    assert count() == 2 and noted == []
+
+
+def composed_of(noted):
+    return (lambda x: noted.append(x)), lambda: len(noted)
+
+
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 9)),
     "chained": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
@@ -340,10 +351,11 @@ def malformed():
         )
     )
     yield from (
-        {**code, "parts": parts}
-        for parts in (["list", [["list", []], None, None, ["dict", []]]], ["list", []], None, 1)
+        {**code, "rest": rest}
+        for rest in (["list", [None, None]], ["list", []], ["list", [1, None, None]], None, 1)
     )
     yield from ({name: each for name, each in code.items() if name != gone} for gone in code)
+    yield from ({**code, "captured": captured} for captured in ([], [1], [[]], None, 1, "ab"))
     yield from ({"again": 3}, {"again": "a"}, {"method": "x", "of": 3}, {"method": "bit_length"})
     yield from ({"partial": ["list", []]}, {"items": [1], "of": {"at": ["os", "system", 0, ""]}})
     yield from ({"at": ["os", "system", 0, "x"], "number": 0}, {"at": [1, 2, 3, 4], "number": 0})
