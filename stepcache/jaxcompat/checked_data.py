@@ -69,8 +69,11 @@ def named(name: Any, check: Callable[[Any], None]) -> Any:
     module, path = name
     found: Any = sys.modules[module]
     for part in path.split("."):
-        # Not by `getattr`, which may run what a module or a metaclass defines.
-        found = (type if isinstance(found, type) else object).__getattribute__(found, "__dict__")
-        found = found[part]
+        found = space_of(found)[part]
     check(found)
     return found
+
+
+def space_of(value: Any) -> Any:
+    """The `__dict__` of a module or a class. Runs nothing that these, or a metaclass, define."""
+    return (type if isinstance(value, type) else object).__getattribute__(value, "__dict__")

@@ -56,7 +56,7 @@ class Holder(Protocol):
         ...
 
     def decode(self, data: Any, decode: Callable[[Any], Any]) -> Any:
-        """The object. Raises `KeyError` or `NotThere` where this process does not have it."""
+        """The object. Raises `NotThere` where this process does not have it."""
         ...
 
 

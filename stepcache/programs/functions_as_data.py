@@ -22,7 +22,7 @@ from typing import Any
 from stepcache.fingerprint.bytecode import instructions_of
 from stepcache.fingerprint.code_digests import code_digest
 from stepcache.fingerprint.provenance import USER, origin_of
-from stepcache.jaxcompat.storing import NotStorable, NotThere
+from stepcache.jaxcompat.checked_data import NotStorable, NotThere, space_of
 
 Code = Callable[[Any], Any]  # Writes a value as plain data, or reads it.
 
@@ -132,7 +132,7 @@ def _fields_of(kind: type) -> Sequence[str]:
     """The fields of named tuples, and of dataclasses that are equal by them and do not change."""
     if issubclass(kind, tuple):
         return getattr(kind, "_fields", ())
-    parameters = vars(kind).get("__dataclass_params__")
+    parameters = space_of(kind).get("__dataclass_params__")
     is_value = parameters is not None and parameters.frozen and parameters.eq
     return [each.name for each in dataclasses.fields(kind)] if is_value else ()
 
@@ -165,7 +165,7 @@ def _decode(data: dict[str, Any], decode: Code) -> Any:
 def method_of(owner: Any, name: str) -> types.FunctionType:
     """The function that an object's class has under a name. Raises `NotThere` if it has none."""
     for base in type(owner).__mro__:
-        if type(found := vars(base).get(name)) is types.FunctionType:
+        if type(found := space_of(base).get(name)) is types.FunctionType:
             return found
     raise NotThere(f"{type(owner).__qualname__} has no method {name!r:.80}")
 
@@ -199,10 +199,10 @@ def _place_of_lambda(function: types.FunctionType) -> dict[str, Any] | None:
 
 
 def _names_in(module: str) -> Iterator[str]:
-    for name, value in [*vars(sys.modules[module]).items()]:
+    for name, value in [*space_of(sys.modules[module]).items()]:
         yield name
-        if isinstance(value, type) and value.__module__ == module:
-            yield from (f"{name}.{each}" for each in [*vars(value)])
+        if issubclass(type(value), type) and space_of(value).get("__module__") == module:
+            yield from (f"{name}.{each}" for each in [*space_of(value)])
 
 
 def _defaults_of(function: Any) -> dict[Any, Any]:
@@ -221,7 +221,7 @@ def _names_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield module, getattr(value, "__qualname__", None)
         yield module, getattr(value, "__name__", None)
         if isinstance(module, str) and module == kind.__module__:  # A mark, as equinox's `MISSING`.
-            space = getattr(sys.modules.get(module), "__dict__", {})
+            space = space_of(sys.modules[module]) if module in sys.modules else {}
             yield from ((module, name) for name, each in [*space.items()] if each is value)
 
 
@@ -250,21 +250,22 @@ def _found_under(module: str, name: str) -> Iterator[Any]:
     for part in name.split("."):
         if not isinstance(found, type | types.ModuleType):
             return
-        found = vars(found).get(part)
+        found = space_of(found).get(part)
     yield from _unwrapped(found)
 
 
 def _unwrapped(value: Any) -> Iterator[Any]:
     """A value, what it wraps, and so on."""
     for _ in range(_MOST_WRAPPED):
-        if value is None or isinstance(value, type):
-            yield from () if value is None else (value,)
+        if value is None:
             return
         yield value
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
+        elif issubclass(type(value), type) or origin_of(type(value)) == USER:
+            return
         else:
-            value = None if origin_of(type(value)) == USER else getattr(value, "__wrapped__", None)
+            value = getattr(value, "__wrapped__", None)
 
 
 def _place_of_code(function: types.FunctionType) -> dict[str, Any] | None:
@@ -297,7 +298,7 @@ def _function_made_of(data: dict[str, Any], decode: Code) -> types.FunctionType:
         raise NotThere(f"{maker} in {module} makes no {data['names'][0]} as it was")
     cells = tuple(types.CellType(decode(each)) for each in data["captured"])
     defaults, keyword_defaults, attributes = decode(data["rest"])
-    space = vars(sys.modules[module])
+    space = space_of(sys.modules[module])
     name, *names = data["names"]
     function = types.FunctionType(code, space, name, defaults, cells)
     function.__qualname__, function.__module__ = names
@@ -307,7 +308,7 @@ def _function_made_of(data: dict[str, Any], decode: Code) -> types.FunctionType:
 
 
 def _are_globals_of(module: str, space: dict[str, Any]) -> bool:
-    return getattr(sys.modules.get(module), "__dict__", None) is space
+    return module in sys.modules and space_of(sys.modules[module]) is space
 
 
 def _path_to(code: types.CodeType, outer: types.CodeType) -> list[int] | None:

@@ -23,7 +23,7 @@ from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.provenance import USER, origin_of, origin_of_file
 from stepcache.jaxcompat import storing
-from stepcache.jaxcompat.storing import NotStorable, NotThere
+from stepcache.jaxcompat.checked_data import NotStorable, NotThere, space_of
 from stepcache.programs.functions_as_data import Functions, method_of
 
 _DEEPEST, _MOST = 6, 4096
@@ -60,8 +60,8 @@ class HeldObjects(Functions):
 
         Raises `NotStorable` if more than one way leads to it.
         """
-        if (number := self._kept.get(id(value))) is not None:
-            return [f"{_KEPT}{number}"]
+        if id(value) in self._kept:
+            return [f"{_KEPT}{[*self._kept].index(id(value))}"]
         names, ambiguous = self._names
         owner = value.__self__ if type(value) is types.MethodType else None
         name = names.get(id(value))
@@ -93,16 +93,15 @@ class HeldObjects(Functions):
 
     def _root(self, name: str) -> Any:
         if name.startswith(_MODULE):
-            return vars(sys.modules[name.removeprefix(_MODULE)])
+            return space_of(sys.modules[name.removeprefix(_MODULE)])
         if name.startswith(_KEPT):
-            return storing.objects_in(self._tree)[int(name.removeprefix(_KEPT))]
+            return [*self._kept.values()][int(name.removeprefix(_KEPT))]
         return self._roots[name]
 
     @functools.cached_property
-    def _kept(self) -> dict[int, int]:
-        """The numbers of the objects that the arguments' tree keeps, by identity."""
-        kept = storing.objects_in(self._tree)
-        return {id(value): number for number, value in enumerate(kept)}
+    def _kept(self) -> dict[int, Any]:
+        """The objects that the arguments' tree keeps, by identity; the order numbers them."""
+        return {id(value): value for value in storing.objects_in(self._tree)}
 
     @functools.cached_property
     def _names(self) -> tuple[dict[int, tuple[str, ...]], set[tuple[str, ...]]]:
@@ -115,7 +114,7 @@ class HeldObjects(Functions):
         todo: deque[tuple[tuple[str, ...], Any]] = deque()
         todo.extend(((name,), value) for name, value in self._roots.items())
         for module, variable in sorted(_globals_read_by(codes)):
-            space = vars(sys.modules[module])
+            space = space_of(sys.modules[module])
             if not issubclass(type(space[variable]), _WITHOUT_PARTS):
                 todo.append(((f"{_MODULE}{module}", variable), space[variable]))
                 variables.add((id(space), f"{_GLOBAL}{variable}"))
@@ -137,13 +136,20 @@ class HeldObjects(Functions):
 
 
 def _globals_read_by(codes: Iterable[types.CodeType]) -> set[tuple[str, str]]:
-    """The global variables that code of the user's reads, with the names of their modules."""
-    modules = {getattr(each, "__file__", None): name for name, each in [*sys.modules.items()]}
+    """The global variables that code of the user's reads, with the names of their modules.
+
+    Code whose file is not that of one module, as of a notebook, is left out.
+    """
+    modules: dict[Any, list[str]] = {}
+    for name, module in [*sys.modules.items()]:
+        if issubclass(type(module), types.ModuleType):
+            modules.setdefault(space_of(module).get("__file__"), []).append(name)
     found = set()
     for code in codes:
-        module = modules.get(code.co_filename, "__main__")
-        read = {each.name for each in names_of(code).reads if each.kind == "global"}
-        found |= {(module, name) for name in read & vars(sys.modules[module]).keys()}
+        names = modules.get(code.co_filename, ())
+        if len(names) == 1:
+            read = {each.name for each in names_of(code).reads if each.kind == "global"}
+            found |= {(names[0], each) for each in read & space_of(sys.modules[names[0]]).keys()}
     return found
 
 

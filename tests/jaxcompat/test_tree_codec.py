@@ -174,6 +174,16 @@ def test_variables_of_modules_are_named_where_code_reads_them():
     assert HeldObjects(None, [], lambda: codes[1:]).name_of(KEPT_BY_MODULE[0].tx) is None
 
 
+def test_code_without_a_file_reads_no_variable_of_the_script(monkeypatch):
+    """The script may have one of that name, which the step does not depend on."""
+    monkeypatch.setattr(
+        sys.modules["__main__"], "of_the_script", made := scaled_by(2), raising=False
+    )
+    monkeypatch.setitem(sys.modules, "not_to_be_imported", None)
+    code = compile("lambda: of_the_script", "<string>", "eval").co_consts[0]
+    assert HeldObjects(None, [], lambda: [code]).name_of(made) is None
+
+
 def test_what_is_not_read_or_has_two_names_is_not_named():
     """The next process may have another object there, and the step does not depend on that."""
     owner = Owner()
