@@ -704,6 +704,41 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
     cache.flush()
 
 
+def test_what_was_stale_once_though_nothing_had_changed_is_traced_at_each_start(
+    tmp_path, monkeypatch
+):
+    from stepcache.fingerprint import visitor
+
+    template = """
+    RATE = {rate}
+    @sc.step
+    def step(x):
+        return x * RATE
+    """
+    atom = visitor.atom
+    monkeypatch.setattr(
+        visitor, "atom", lambda value: "a number" if type(value) is float else atom(value)
+    )
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        life(template.format(rate=0.5), cache, tmp_path).step(np.ones(8))
+    cache.flush()
+    cache = cache_in(tmp_path, verify="background")
+    with sc.Session(cache=cache), pytest.raises(sc.StaleProgramError):
+        step = life(template.format(rate=0.25), cache, tmp_path).step
+        limit = time.monotonic() + 30
+        while time.monotonic() < limit:
+            step(np.ones(8))
+    for rate, expected in ((0.25, BUILT), (0.5, WITHOUT_COMPILING), (0.25, WITHOUT_COMPILING)):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
+            step = life(template.format(rate=rate), cache, tmp_path).step
+            assert step(np.ones(8))[0] == rate
+        cache.flush()
+        assert levels(step.stats()) == expected
+        assert "something matters that is not seen" in str(step.last_miss)
+
+
 def test_a_change_in_a_running_process_is_found_by_check_every(tmp_path):
     source = """
     RATE = 0.5

@@ -26,6 +26,7 @@ from stepcache.fingerprint.bytecode import (
 )
 from stepcache.fingerprint.callers import OF_EQUINOX
 from stepcache.fingerprint.code_reads import ASK_THEIR_OWN
+from stepcache.fingerprint.escapes import passes_on_self
 from stepcache.fingerprint.held import CONTAINERS, function_in
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -41,7 +42,7 @@ from stepcache.fingerprint.tokens import (
     plain_text,
     qualified_name,
 )
-from stepcache.fingerprint.trail import Trail, entering, making
+from stepcache.fingerprint.trail import MAKE_ANY, Trail, entering, making
 from stepcache.jaxcompat import inspection
 
 # What Python itself keeps in a class; none of it is the user's.
@@ -118,6 +119,9 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         field = dataclasses.field()
         field.type = annotation
         walk.when_named("__annotations__", f"{name}.{each} (annotation)", field)
+    if selective:
+        for attribute in _methods_that_may_make(cls):
+            walk.when_named(attribute, f"{name}.{attribute} (given)", cls)
     of_packages = _prefixes_of_packages(cls)
     for attribute, value in sorted(vars(cls).copy().items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
@@ -125,10 +129,15 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         if is_enum and (isinstance(value, enum.Enum) or _ENUM_INTERNALS.fullmatch(attribute)):
             continue
         path = f"{name}.{attribute}"
-        _note_method_of_others(walk, attribute, value)
-        if selective and attribute in _CONSTRUCTORS:
+        if selective:  # Of an object of another class, all attributes count anyway.
+            _note_method_of_others(walk, attribute, value)
+        if selective and type(value) is classmethod and not is_special(attribute):
+            walk.when_named(attribute, path, ("classmethod", value.__func__))
+        elif selective and attribute in _CONSTRUCTORS:
             walk.when_named(making(name), path, value)
             walk.when_named(entering(path), path, value)  # As `dataclasses.replace` enters it.
+            if attribute == "__new__":  # Whichever class it makes an object of, code has that.
+                walk.when_named(attribute, path, value)
         elif attribute in generated:
             walk.when_named(entering(path), path, value)
         elif attribute.startswith(of_packages) or (
@@ -140,6 +149,20 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
             walk.value(f"{path}.__func__", value.__func__)
         else:
             walk.value(path, value)
+
+
+def _methods_that_may_make(cls: type) -> list[str]:
+    """The class methods that do more with `cls` than to ask it for names, here or in a base."""
+    found = ((name, each) for base in cls.__mro__ for name, each in vars(base).items())
+    methods = {(name, each.__func__) for name, each in found if type(each) is classmethod}
+    return sorted(
+        {
+            name
+            for name, function in methods
+            if not is_special(name)
+            and (type(function) is not types.FunctionType or passes_on_self(function.__code__))
+        }
+    )
 
 
 def _keeps_out_of_sight(metaclass: type) -> bool:
@@ -241,10 +264,10 @@ def _note_method_of_others(walk: Trail, name: str, method: Any) -> None:
             return
         # Of others, a recording sees what they read.
         if package_of(code.co_filename) in ASK_THEIR_OWN:
-            walk.read_attributes(names_of(code).attributes)
+            walk.read_attributes(names_of(code).attributes - MAKE_ANY)
         takes_any = names_of(code).is_dynamic
     if takes_any and name in _LOOK_UPS:
-        walk.reads_any_attribute()
+        walk.reads_any_attribute(makes_any=False)
 
 
 def note_unbound_method(walk: Trail, cls: Any, attributes: list[str]) -> None:

@@ -96,7 +96,7 @@ def passes_on(code: CodeType, variable: str) -> bool:
     return any(variable in passed_on(each) for each in names_of(code).codes)
 
 
-def _passes_on_self(code: CodeType) -> bool:
+def passes_on_self(code: CodeType) -> bool:
     """As `passes_on`, of the first argument. Among `*args` it is passed on with the others."""
     return not code.co_argcount or passes_on(code, code.co_varnames[0])
 
@@ -207,7 +207,7 @@ class Confined:
         leaking = {
             cls
             for cls, codes in methods.items()
-            if None in codes or any(_passes_on_self(code) for code in codes if code in entered)
+            if None in codes or any(passes_on_self(code) for code in codes if code in entered)
         }
         passed = frozenset().union(*map(passed_on, entered))
         gone: set[int] = set()

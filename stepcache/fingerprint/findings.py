@@ -26,6 +26,8 @@ class Findings:
     variables: set[str] = field(default_factory=set)
     # What stands for the settings asked for, among the names that code reads.
     settings: set[str] = field(default_factory=set)
+    # The user's code, by identity, that loops over a set which a variable of it led to.
+    over_sets: set[int] = field(default_factory=set)
     # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)
     unavailable: str | None = None  # Why it has not been watched, or not to its end.
@@ -45,6 +47,7 @@ class Findings:
             self.files | other.files,
             self.variables | other.variables,
             self.settings | other.settings,
+            self.over_sets | other.over_sets,
             self.impure | other.impure,
             other.unavailable or self.unavailable,
         )

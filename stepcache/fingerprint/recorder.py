@@ -21,7 +21,14 @@ from typing import Any
 
 from stepcache import _process_hooks
 from stepcache.fingerprint import active_recordings as active
-from stepcache.fingerprint import compiled_calls, imports, jax_alone, opened_files, seen_codes
+from stepcache.fingerprint import (
+    compiled_calls,
+    imports,
+    jax_alone,
+    opened_files,
+    seen_codes,
+    set_order,
+)
 from stepcache.fingerprint.asked_by_name import (
     READERS_OF_ENVIRONMENT,
     keeps_settings,
@@ -147,6 +154,10 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if origin != USER and not made:
         seen_codes.counted[id(code)] = code
     opened_files.watch_before(code, frame.f_globals)
+    if set_order.loops_over_given(code, frame):
+        over = [each.over_sets for each in active.current() if origin == USER]
+        for codes in over or [set_order.over_sets_of_packages]:
+            codes.add(id(code))
     seen_codes.note(code)
     return True
 

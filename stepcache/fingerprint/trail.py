@@ -34,12 +34,12 @@ _OF_DIALECTS = (
 ).split()
 # The user's code that names one of these may make another object of the class of one that it has.
 # Of what packages make, a recording sees the constructors.
-MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ __new__ classmethod".split()))
+MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ classmethod".split()))
 
 
 def making(name: str) -> str:
     """What stands among the names that code reads for a call of the class with this name."""
-    return f"make {name}"
+    return f"{_MAKE}{name}"
 
 
 def entering(method: str) -> str:
@@ -50,7 +50,7 @@ def entering(method: str) -> str:
     return f"{_ENTER}{method}"
 
 
-_ENTER = "enter "
+_MAKE, _ENTER = _CALLED = ("make ", "enter ")
 _MISSING = object()
 
 
@@ -206,12 +206,12 @@ class Trail(ABC):
             owner: the identity of the object whose attribute it is, if that is confined.
         """
         is_confined = owner in self.confined
-        is_read = self._reads_all or name in self._names
+        reads_all = self._makes_any if name.startswith(_CALLED) else self._reads_all
+        is_read = reads_all or name in self._names
         if is_confined:
             is_read = name in self.confined.read
-        is_made = self._makes_any and name.startswith(making(""))
         keys = self._keys.get(name, ())
-        if is_read or is_made or (keys and type(value) is not dict):
+        if is_read or (keys and type(value) is not dict):
             self.value(path, value, (owner, name) if is_confined else None)
         else:
             self.alive.append(value)
@@ -248,10 +248,20 @@ class Trail(ABC):
         self._when_dynamic[path] = names, owner
         self._release_orders()
 
-    def reads_any_attribute(self) -> None:
-        """Code was found that may read attributes which it does not name, of any object."""
+    def reads_any_attribute(self, makes_any: bool = True) -> None:
+        """Code was found that may read attributes which it does not name, of any object.
+
+        Of code of a package's, a recording sees what it makes.
+        """
         self.confined.let_all_go()
+        if makes_any:
+            self._make_any()
         self._read_all()
+
+    def _make_any(self) -> None:
+        if not self._makes_any:
+            self._makes_any = True
+            self._release(name for name in self._waiting if name.startswith(_CALLED))
 
     def _read_all(self) -> None:
         if not self._reads_all:
@@ -287,9 +297,8 @@ class Trail(ABC):
     def _add(self, names: set[str]) -> None:
         new = names - self._names
         self._names |= new
-        if not (self._makes_any or new.isdisjoint(MAKE_ANY)):
-            self._makes_any = True
-            new |= {name for name in self._waiting if name.startswith(making(""))}
+        if not new.isdisjoint(MAKE_ANY):
+            self._make_any()
         self._release(new & self._waiting.keys())
 
     def _release(self, names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache._process_hooks import quick_switching
 from stepcache.fingerprint import module_contents
-from stepcache.fingerprint.dependencies import agree, differences
+from stepcache.fingerprint.dependencies import agree, differences, digest_dependencies
 from stepcache.jaxcompat import Runnable, storing
 from stepcache.programs.background import Worker
 from stepcache.programs.left_by_traces import Left, LeftInCells
@@ -319,7 +319,7 @@ class Archive:
     @_no_matter_of_the_step("remove a wrong program")
     def forget(self, address: Address, record: DependencyRecord) -> None:
         """Invalidates a record that does not match a new trace."""
-        self.starts.forget(start_name(address, record))
+        self.starts.note_wrong(start_name(address, record), _cause(address, record.digest))
         if self.remote is not None:
             self.remote.forget(address.digest, record)
         others = self._others(address, record)
@@ -327,6 +327,10 @@ class Archive:
             self._write_records(address, others)
         else:
             self.disk.discard("step", address.digest, "a trace gave another program", False)
+
+    def forgot(self, address: Address, dependencies: dict[str, str]) -> bool:
+        """Whether a record was invalidated that depended on the same."""
+        return self.starts.was_wrong(_cause(address, digest_dependencies(dependencies)))
 
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
@@ -376,7 +380,12 @@ def _compared(record: DependencyRecord, found: dict[str, str]) -> LookupResult:
 
 def start_name(address: Address, record: DependencyRecord) -> str:
     """Names a record where its starts are counted."""
-    return f"{address.digest[:24]}-{record.digest[:24]}-{record.program[:24]}"
+    return f"{_cause(address, record.digest)}-{record.program[:24]}"
+
+
+def _cause(address: Address, dependencies: str) -> str:
+    """Names what a record depends on, where its starts are counted."""
+    return f"{address.digest[:24]}-{dependencies[:24]}"
 
 
 def _distance(recorded: dict[str, str], base: dict[str, str]) -> int:

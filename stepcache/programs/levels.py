@@ -31,6 +31,7 @@ from stepcache.programs.resolution import Lowered, MissedCall, Resolution, Shari
 from stepcache.storage.dependency_record import Address, Publication, Traced, Used
 
 _MUTABLE = ("code", "value", "file", "variable")
+_WAS_WRONG = "a program with the same dependencies was stale: something matters that is not seen"
 
 _log = logging.getLogger("stepcache")
 
@@ -206,6 +207,9 @@ class Levels:
             self._record_anew()  # Nobody has examined what it used.
             raise
         self._may_share &= trace.is_shared
+        forgot = archive is not None and archive.forgot(lookup.address, traced.dependencies)
+        if forgot and traced.tree is not None:
+            traced = traced._replace(tree=None, untrackable=(_WAS_WRONG,))
         program = replace(program, lowered=trace.digest)
         if trace.is_loaded:
             program.seconds["load"] = program.seconds.pop("compile")

@@ -25,7 +25,7 @@ from stepcache.calls.signature import Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change
-from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint import installed_packages, set_order
 from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
@@ -232,6 +232,7 @@ class Lookup:
         """What a trace used that cannot be fingerprinted. Call it after `extend`."""
         reads = reads_of(recording.entered.values(), recording.of_jax)
         untrackable = [*self._walk().untrackable, *recording.impure, *reads.draws]
+        untrackable += set_order.where_looped_over(recording)
         if recording.unavailable:
             untrackable.append(recording.unavailable)
         for path, state in recording.files.items():

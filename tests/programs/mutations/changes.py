@@ -927,6 +927,48 @@ OBJECTS = [
         "Config.__init__",
     ),
     Kind(
+        "constructor_by_class_method_of_a_base",  # Which the class's own one calls for its class.
+        """
+        class Base:
+            @classmethod
+            def fresh(cls): return cls()
+        class Config(Base):
+            def __init__(self): self.rate = «2.0¦3.0»
+            @classmethod
+            def fresh(cls): return super().fresh()
+        config = Config.__new__(Config)
+        def step(x): return x * config.fresh().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
+        "constructor_by_an_inherited_class_method",
+        """
+        class Base:
+            @classmethod
+            def fresh(cls): return [cls][0]()
+        class Config(Base):
+            def __init__(self): self.rate = «2.0¦3.0»
+        config = Config.__new__(Config)
+        def step(x): return x * config.fresh().rate
+        """,
+        "Config.__init__",
+    ),
+    Kind(
+        "new_of_a_class",
+        """
+        class Config:
+            def __new__(cls):
+                self = object.__new__(cls)
+                self.rate = «2.0¦3.0»
+                return self
+            def other(self): return self.__new__(Config)
+        config = Config()
+        def step(x): return x * config.other().rate
+        """,
+        "Config.__new__",
+    ),
+    Kind(
         "constructor_of_a_base",
         """
         class Base:

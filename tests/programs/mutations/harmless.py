@@ -68,6 +68,29 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_class_methods",  # Which make objects of another class.
+        """
+        import time
+        class Config:
+            def __init__(self, rate): self.rate = rate
+            @classmethod
+            def small(cls): return cls(0.5)
+            @classmethod
+            def raw(cls):
+                self = cls.__new__(cls)
+                self.rate = 0.25
+                return self
+        class Trainer:
+            bias = 1.0
+            def __init__(self): self.rate, self.made = 3.0, (time.time(), «0.1¦0.2»)
+            @classmethod
+            def shifted(cls, x): return x + cls.bias
+            def run(self, x):
+                return self.shifted(x) * self.rate * Config.small().rate * Config.raw().rate
+        step = Trainer().run
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_a_question_for_a_class",
         """
         import time
