@@ -382,6 +382,75 @@ def test_functions_that_a_step_makes_and_returns(tmp_path, told):
     assert all(each.agrees for each in told(Verified))
 
 
+REGISTRY = """
+import dataclasses, flax.struct
+
+ACTIVATIONS = {{"plain": lambda x: x, "scaled": lambda x: x * {factor}}}
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    activation: str = "scaled"
+    registry: object = None
+
+config = Config(registry={{"of": ACTIVATIONS}})
+
+@flax.struct.dataclass
+class Made:
+    x: object
+    activation: object = flax.struct.field(pytree_node=False)
+
+def choose(registry, name):
+    return registry[name]
+
+@sc.step
+def step(x):
+    return Made(x * 2, {chosen})
+"""
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "ACTIVATIONS[config.activation]",
+        "ACTIVATIONS.get(config.activation)",
+        "choose(ACTIVATIONS, config.activation)",
+        'choose(config.registry["of"], config.activation)',
+    ],
+)
+def test_a_function_of_a_registry_is_found_there_again(chosen, tmp_path):
+    for factor, expected in ((3, BUILT), (3, WITHOUT_A_TRACE), (5, WITHOUT_COMPILING)):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            module = life(REGISTRY.format(factor=factor, chosen=chosen), cache, tmp_path)
+            made = module.step(np.ones(8))
+        cache.flush()
+        assert levels(module.step.stats()) == expected, module.step.last_miss
+        assert made.activation is module.ACTIVATIONS["scaled"]
+
+
+def test_programs_of_a_step_answer_for_what_they_alone_entered(tmp_path):
+    source = """
+    def first(x): return x * 2
+    def second(x): return x * 3
+    @jax.tree_util.register_pytree_node_class
+    class Scheduled:
+        def __init__(self, schedule): self.schedule = schedule
+        def tree_flatten(self): return (), self.schedule
+        @classmethod
+        def tree_unflatten(cls, schedule, children): return cls(schedule)
+    @sc.step
+    def step(given, x): return given.schedule(x)
+    """
+    for expected in ((2, 2, 0), (0, 0, 2)):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            module = life(source, cache, tmp_path)
+            for schedule in (module.first, module.second):
+                module.step(module.Scheduled(schedule), np.ones(8))
+        cache.flush()
+        assert levels(module.step.stats()) == expected, module.step.last_miss
+
+
 def test_functions_that_each_trace_makes_are_no_change(tmp_path):
     cache = sc.ProgramCache(None, check_every=1)
     with sc.Session(cache=cache), warnings.catch_warnings():

@@ -30,6 +30,8 @@ class Findings:
     over_sets: set[int] = field(default_factory=set)
     # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)
+    # What only earlier traces entered, by identity, if dependencies of their programs lead to it.
+    explained: frozenset[int] = frozenset()
     unavailable: str | None = None  # Why it has not been watched, or not to its end.
     nesting: Nesting | None = None  # Where it has to be known.
 
@@ -39,7 +41,7 @@ class Findings:
         return {*self.entered.values(), *self.of_jax.values()}
 
     def with_all_of(self, other: Findings) -> Findings:
-        """What this trace and another one used."""
+        """What this trace and a later one used."""
         return Findings(
             self.entered | other.entered,
             max(self.of_jax, other.of_jax, key=len),  # It only grows.
@@ -49,5 +51,6 @@ class Findings:
             self.settings | other.settings,
             self.over_sets | other.over_sets,
             self.impure | other.impure,
+            self.explained - other.entered.keys(),
             other.unavailable or self.unavailable,
         )

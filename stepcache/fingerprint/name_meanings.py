@@ -193,6 +193,8 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     if name is not None:
         return name
     kind = type(value)
+    if path in _OF_NO_TRACE:
+        return qualified_name(kind)
     is_users = path in _OF_THE_USERS
     if kind is types.FunctionType or issubclass(kind, type):
         is_users = is_users or is_foreign(value)
@@ -363,6 +365,9 @@ _OF_THE_USERS = frozenset(
         "numpyro.primitives._PYRO_STACK",
     )
 )
+
+# Modules that are being made; and all that `pickle` and `copy` ever made.
+_OF_NO_TRACE = frozenset(("equinox._module._module._currently_initialising",))
 
 
 def _callable_text(notes: Meaning, path: str, value: Any) -> str:

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,9 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
     if type(value) is not type(PLAIN_JIT):  # Other objects may answer to any name.
         return None
     info, function = getattr(value, "_jit_info", None), getattr(value, "__wrapped__", None)
+    if info is None or function is None:  # As of what `copy.deepcopy` makes of one.
+        held = _captured(getattr(getattr(value, "_cache_miss", None), "__wrapped__", None))
+        info, function = held.get("jit_info"), held.get("fun")
     if info is None or function is None:
         return None
     defaults = PLAIN_JIT._jit_info._asdict()
@@ -56,6 +60,14 @@ def jitted_parts(value: Any) -> tuple[Any, dict[str, Any]] | None:
         and (type(option), repr(option)) != (type(defaults[name]), repr(defaults[name]))
     }
     return function, options
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """What a function of JAX's captured, by name."""
+    if type(function) is not types.FunctionType or not function.__closure__:
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def pytree_functions(cls: type) -> tuple[Callable, ...]:

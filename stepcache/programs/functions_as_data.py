@@ -2,11 +2,11 @@
 
 A model or an optimizer that a step makes keeps functions beside its arrays. A function that another
 one has made, as optax does for each optimizer, is written by the place of its code in a module, and
-by the values that it captured. Named tuples and frozen dataclasses, which are their values, are
-written by these.
+by the values that it captured. Named tuples, frozen dataclasses and modules of flax's linen, which
+are their values, are written by these.
 
 What is read back is looked up in modules that are loaded, and functions are made of code that is
-found there. Nothing is imported or called.
+found there. Nothing is imported, and nothing of the user's is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from stepcache.fingerprint.bytecode import instructions_of
 from stepcache.fingerprint.code_digests import code_digest
-from stepcache.fingerprint.provenance import USER, origin_of
+from stepcache.fingerprint.provenance import USER, origin_of, package_of
 from stepcache.jaxcompat.checked_data import NotStorable, NotThere, space_of
 
 Code = Callable[[Any], Any]  # Writes a value as plain data, or reads it.
@@ -120,7 +120,7 @@ def _taken_apart(value: Any, encode: Code) -> dict[str, Any] | None:
     if fields and (place := _place_of(kind)) is not None:
         if issubclass(kind, tuple):
             items = tuple.__iter__(value)
-        elif getattr(value, "__dict__", {}).keys() <= set(fields):
+        elif _is_told_by(value, fields):
             items = (getattr(value, name) for name in fields)
         else:
             return None
@@ -134,7 +134,37 @@ def _fields_of(kind: type) -> Sequence[str]:
         return getattr(kind, "_fields", ())
     parameters = space_of(kind).get("__dataclass_params__")
     is_value = parameters is not None and parameters.frozen and parameters.eq
-    return [each.name for each in dataclasses.fields(kind)] if is_value else ()
+    is_module = not is_value and _is_of_linen(kind)
+    fields = dataclasses.fields(kind) if is_value or is_module else ()
+    return [each.name for each in fields if not (is_module and each.name == "parent")]
+
+
+_OF_EACH_MODULE = {"_parent_ref", "_id", "_state"}
+
+
+def _is_of_linen(kind: type) -> bool:
+    """Whether a class is of linen's modules, which none but linen's own code makes."""
+    linen = _linen_module()
+    if linen is None or not issubclass(kind, linen):
+        return False
+    own = kind.__mro__[: kind.__mro__.index(linen)]
+    made_by_others = any({"__post_init__", "__new__"} & vars(each).keys() for each in own)
+    code = getattr(kind.__init__, "__code__", None)
+    return not made_by_others and code is not None and package_of(code.co_filename) == "flax"
+
+
+def _linen_module() -> Any:
+    return getattr(sys.modules.get("flax.linen.module"), "Module", None)
+
+
+def _is_told_by(value: Any, fields: Sequence[str]) -> bool:
+    """Whether the fields of a dataclass, or of a module of linen that is not bound, say all."""
+    known = {*fields}
+    if _is_of_linen(type(value)):
+        if value.parent is not None or value.scope is not None:
+            return False
+        known |= _OF_EACH_MODULE
+    return getattr(value, "__dict__", {}).keys() <= known
 
 
 def _decode(data: dict[str, Any], decode: Code) -> Any:
@@ -156,8 +186,11 @@ def _decode(data: dict[str, Any], decode: Code) -> Any:
         if issubclass(kind, tuple):
             return tuple.__new__(kind, items)
         made = object.__new__(kind)
-        for name, item in zip(fields, items, strict=True):
-            object.__setattr__(made, name, item)
+        values = dict(zip(fields, items, strict=True))
+        for each in dataclasses.fields(kind):  # In this order, as its constructor does.
+            object.__setattr__(made, each.name, values.get(each.name))
+        if _is_of_linen(kind):
+            _linen_module().__post_init__(made)
         return made
     return _at(data)
 

@@ -108,6 +108,10 @@ class HeldObjects(Functions):
         """Names of objects by identity, and those of objects to which another way leads, too."""
         codes = [*self._codes()]
         read = set().union(*(names_of(code).accessed for code in codes))
+        wholly = set().union(*(_read_wholly(code) for code in codes))
+        # Names of dictionaries: how code reads each, and those that are dependencies wholly.
+        chains: dict[tuple[str, ...], tuple[str, ...]] = {}
+        whole: set[tuple[str, ...]] = set()
         names: dict[int, tuple[str, ...]] = {}
         ambiguous: set[tuple[str, ...]] = set()
         variables: set[Any] = set()
@@ -117,6 +121,9 @@ class HeldObjects(Functions):
             space = space_of(sys.modules[module])
             if not issubclass(type(space[variable]), _WITHOUT_PARTS):
                 todo.append(((f"{_MODULE}{module}", variable), space[variable]))
+                if type(space[variable]) is dict:
+                    chains[todo[-1][0]] = chain = (f"{_GLOBAL}{variable}",)
+                    whole.update([todo[-1][0]] if chain in wholly else [])
                 variables.add((id(space), f"{_GLOBAL}{variable}"))
         while todo and len(names) < _MOST:
             name, value = todo.popleft()
@@ -125,14 +132,34 @@ class HeldObjects(Functions):
                 if name[: len(known)] != known:  # Else it leads to itself.
                     ambiguous.add(known)
                 continue
+            all_lead_on = name in whole or not _is_named_by_code(value)
             for part, each in _parts(value).items() if len(name) < _DEEPEST else ():
                 variable = _variable(value, part)
-                leads_on = part in read or not _is_named_by_code(value)
+                leads_on = part in read or all_lead_on
+                if type(each) is dict:
+                    chain = (part,) if variable else (f".{part}",)
+                    chain = (*chains[name], part) if name in chains else chain
+                    chains[(*name, part)] = chain
+                    whole.update([(*name, part)] if name in whole or chain in wholly else [])
                 leads_on = leads_on and variable not in variables
                 if leads_on and not issubclass(type(each), _WITHOUT_PARTS):
                     todo.append(((*name, part), each))
                     variables.update(() if variable is None else (variable,))
         return names, ambiguous
+
+
+def _read_wholly(code: types.CodeType) -> set[tuple[str, ...]]:
+    """The variables and attributes, with keys after them, of which code may read all.
+
+    All that such a dictionary holds is a dependency. Attributes are told by a dot.
+    """
+    names = names_of(code)
+    found = {
+        (f"{_GLOBAL if each.kind == 'global' else ''}{each.name}", *each.keys)
+        for each in names.reads
+    }
+    found |= {(f".{each}",) for each in names.loads - names.keys.keys()}
+    return found | {(f".{each}", *keys) for each, found in names.keys.items() for keys in found}
 
 
 def _globals_read_by(codes: Iterable[types.CodeType]) -> set[tuple[str, str]]:

@@ -273,6 +273,7 @@ class Levels:
             used, dependencies = more, dict(lookup.extend(more).dependencies)
         dependencies |= _filled_by_trace(dependencies, used, result)
         untrackable = lookup.untrackable_in(recorded)
+        recorded.explained = lookup.explained_in(recorded)
         # What the trace itself changed, as a count of its calls, is no change after it.
         now = lookup.values_now(used)
         self._remember(dependencies | now)

@@ -238,11 +238,7 @@ class Lookup:
         for path, state in recording.files.items():
             if state_of_file(path) != state:
                 untrackable.append(f"file {path}: it was written to while the step was traced")
-        unknown = {
-            code
-            for code in recording.entered.values()
-            if origin_of_file(code.co_filename) == USER and code.co_name != "<module>"
-        } - self._walk().codes
+        unknown = set(_of_the_users(recording).values()) - self._walk().codes
         shown = [code for code in recording.entered.values() if code.co_name == "__repr__"]
         for code in shown:
             if "id" in code.co_names and origin_of_file(code.co_filename) == USER:
@@ -254,6 +250,12 @@ class Lookup:
             where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
             untrackable.append(f"{where}: the trace entered it, but no dependency leads to it")
         return tuple(untrackable)
+
+    def explained_in(self, recording: Findings) -> frozenset[int]:
+        """The user's code, by identity, that a trace entered and that a dependency leads to."""
+        reached = self.reached_code()
+        entered = _of_the_users(recording).items()
+        return recording.explained.union(each for each, code in entered if code in reached)
 
     def _file_name(self, path: str) -> tuple[str, str, str]:
         if not Path(path).is_absolute():
@@ -275,6 +277,17 @@ class Lookup:
         if here != original and (there := file_digest(original)) not in (content, "absent"):
             return f"{content}, and {there} at {original}"
         return content
+
+
+def _of_the_users(recording: Findings) -> dict[int, CodeType]:
+    """The user's code that a trace entered, but for what other programs of the step explain."""
+    return {
+        identity: code
+        for identity, code in recording.entered.items()
+        if identity not in recording.explained
+        and origin_of_file(code.co_filename) == USER
+        and code.co_name != "<module>"
+    }
 
 
 def _explained_by_classes(codes: set[CodeType], recording: Findings, walk: Walk) -> set[CodeType]:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from equinox._module._flatten import MISSING
+from flax import linen as nn
 from flax import nnx
 
 from stepcache.jaxcompat.storing import NotStorable, NotThere
@@ -182,6 +183,37 @@ def test_values_with_fields(value):
     assert read == value and type(read) is type(value)
 
 
+class Scaled(nn.Module):
+    inner: nn.Module
+    widths: tuple = (2, 3)
+    scale: float = 0.5
+    activation: object = squared
+
+    @nn.compact
+    def __call__(self, x):
+        for width in self.widths:
+            x = self.activation(nn.Dense(width)(self.inner(x)))
+        return x * self.scale
+
+
+class Counted(Scaled):
+    def __post_init__(self):
+        super().__post_init__()
+
+
+@pytest.mark.parametrize("name", [None, "scaled"])
+def test_models_of_linen(name):
+    dense = nn.Dense(2, kernel_init=nn.initializers.variance_scaling(2.0, "fan_in", "normal"))
+    model = Scaled(dense, (4,), activation=jax.nn.relu, name=name)
+    x = np.ones(3, np.float32)
+    params = model.init(jax.random.key(0), x)
+    apply = there_and_back(model.apply)
+    np.testing.assert_array_equal(apply(params, x), model.apply(params, x))
+    assert [*vars(apply.__self__)] == [*vars(model)]
+    assert apply.__self__._id != model._id and apply.__self__._state == model._state
+    assert apply.__self__.name == name
+
+
 def test_one_function_is_one_again():
     one = scaled_by(2)
     first, (second, third) = there_and_back((one, (one, scaled_by(2))))
@@ -296,6 +328,9 @@ NOT_WRITTEN = {
     "a dataclass with more than its fields": extended,
     "a tuple of another class": lambda: type("T", (tuple,), {})((1,)),
     "a module": lambda: sys,
+    "a bound model": lambda: nn.Dense(2).bind({}),
+    "a model with a constructor of the user's": lambda: Counted(nn.Dense(2)),
+    "a model that keeps an array": lambda: Scaled(nn.Dense(2), scale=np.ones(2)),
     "a lambda of a module with a default": lambda: WITH_DEFAULT,
 }
 WITH_DEFAULT = lambda x, y=squared: x + y  # noqa: E731

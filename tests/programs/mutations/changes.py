@@ -969,6 +969,26 @@ OBJECTS = [
         "Config.__new__",
     ),
     Kind(
+        "copy_of_a_jitted_function",
+        """
+        import copy
+        def inner(x, n): return x * n * «2.0¦3.0»
+        copied = copy.deepcopy(jax.jit(inner, static_argnums=1))
+        def step(x): return copied(x, 1)
+        """,
+        "inner",
+    ),
+    Kind(
+        "options_of_a_copy_of_a_jitted_function",
+        """
+        import copy
+        def inner(x, n): return x * n * (2.0 if type(n) is int else 3.0)
+        copied = copy.deepcopy(jax.jit(inner, static_argnums=«1¦()»))
+        def step(x): return copied(x, 1)
+        """,
+        "static_argn",
+    ),
+    Kind(
         "constructor_of_a_base",
         """
         class Base:

@@ -91,6 +91,15 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_copies_of_jaxs_functions",
+        """
+        import copy
+        relu, softplus = copy.deepcopy((jax.nn.relu, jax.nn.softplus))
+        UNREAD = «0.1¦0.2»
+        def step(x): return relu(x) + softplus(x)
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_a_question_for_a_class",
         """
         import time
