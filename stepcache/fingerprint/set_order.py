@@ -16,7 +16,14 @@ from stepcache.fingerprint.callers import calls_matter
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, LOADS_GLOBAL
-from stepcache.fingerprint.provenance import PYTHON, file_label, origin_of_file, package_of
+from stepcache.fingerprint.provenance import (
+    PYTHON,
+    USER,
+    file_label,
+    origin_of,
+    origin_of_file,
+    package_of,
+)
 
 _WHY = "it loops over a set, whose order may be another in each process"
 
@@ -38,7 +45,6 @@ class _Loops(NamedTuple):
     makes: frozenset[str] = frozenset()  # The names under which it hands on sets.
 
 
-_NONE = _Loops()
 over_sets_of_packages: set[int] = set()
 """Code of packages, by identity, that was entered while a variable of it led to such a set."""
 _loops: dict[int, tuple[CodeType, _Loops]] = {}  # By identity; the code is held to keep that.
@@ -46,19 +52,65 @@ _loops: dict[int, tuple[CodeType, _Loops]] = {}  # By identity; the code is held
 
 def loops_over_given(code: CodeType, frame: FrameType) -> bool:
     """Whether code that is being entered loops over a set which one of its variables leads to."""
+    if _is_passed_over(code.co_filename):
+        return False
+    if origin_of_file(code.co_filename) != USER and not _is_given_set(code, frame):
+        return False  # To look at the instructions of each takes long.
     return any(_is_ordered_anew(_found(way, frame)) for way in _loops_of(code).ways)
 
 
 def where_looped_over(recording: Findings) -> list[str]:
     """Where code that a trace entered loops over a set, and why that matters."""
-    codes, given = recording.entered.values(), recording.over_sets | over_sets_of_packages
-    found = [(code, loops) for code in codes if (loops := _loops_of(code)) is not _NONE]
-    made = frozenset().union(*(loops.makes for _, loops in found))
+    entered = recording.entered.values()
+    codes = [code for code in entered if not _is_passed_over(code.co_filename)]
+    made = frozenset().union(*(_loops_of(code).makes for code in codes if _may_make(code)))
+    given = recording.over_sets | over_sets_of_packages
     return [
         f"{file_label(code.co_filename, None)}:{code.co_qualname}: {_WHY}"
-        for code, loops in found
-        if id(code) in given or loops.over_set or not loops.calls.isdisjoint(made)
+        for code in codes
+        if id(code) in given
+        or (_may_make(code) and _loops_of(code).over_set)
+        or (
+            not made.isdisjoint((*code.co_names, *code.co_freevars))
+            and not made.isdisjoint(_loops_of(code).calls)
+        )
     ]
+
+
+def _is_passed_over(filename: str) -> bool:
+    """Whether the code of a file gives the same whatever the order of sets is."""
+    return (
+        origin_of_file(filename) == PYTHON
+        or not calls_matter(filename)
+        or package_of(filename) == "opt_einsum"
+    )
+
+
+def _is_given_set(code: CodeType, frame: FrameType) -> bool:
+    """Whether a variable of code that is being entered, or an attribute of one, is a set."""
+    values = [*frame.f_locals.values()]
+    spaces = [attributes_of(value) for value in values if origin_of(type(value)) != PYTHON]
+    values += [
+        space[name]
+        for space in (frame.f_globals, *spaces)
+        for name in code.co_names
+        if name in space
+    ]
+    return any(map(_is_ordered_anew, values))
+
+
+def _may_make(code: CodeType) -> bool:
+    """Whether code may make a set."""
+    return (
+        not _BUILDS.isdisjoint(code.co_code[::2])
+        or not (_MAKERS | _VIEWS).isdisjoint(code.co_names)
+        or any(_is_ordered_anew(each) or _makes_set(each) for each in code.co_consts)
+    )
+
+
+def _makes_set(value: Any) -> bool:
+    """Whether a constant is the code of a comprehension that makes a set (until Python 3.11)."""
+    return type(value) is CodeType and value.co_name == "<setcomp>"
 
 
 def _is_ordered_anew(value: Any) -> bool:
@@ -91,28 +143,15 @@ _MRO, _SPACE = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))
 def _loops_of(code: CodeType) -> _Loops:
     known = _loops.get(id(code))
     if known is None:
-        known = _loops[id(code)] = code, _look_for_loops(code)
+        try:
+            found = _Search(code).result()
+        except (IndexError, ValueError):  # Of a Python whose instructions are not known here.
+            found = _Loops(over_set=True)
+        known = _loops[id(code)] = code, found
     return known[1]
 
 
-def _look_for_loops(code: CodeType) -> _Loops:
-    filename = code.co_filename
-    if origin_of_file(filename) == PYTHON or package_of(filename) in _IN_ANY_ORDER:
-        return _NONE
-    if not calls_matter(filename):
-        return _NONE
-    if _OPERATIONS.isdisjoint(code.co_code[::2]) and (_TAKERS | _MAKERS).isdisjoint(code.co_names):
-        return _NONE
-    return _Search(code).result()
-
-
-_IN_ANY_ORDER = frozenset(("opt_einsum",))  # Packages that give the same whatever the order is.
-_OPERATIONS = {
-    dis.opmap[name]
-    for name in (
-        "GET_ITER GET_YIELD_FROM_ITER LIST_EXTEND UNPACK_SEQUENCE CALL_FUNCTION_EX BUILD_SET"
-    ).split()
-}
+_BUILDS = {dis.opmap["BUILD_SET"]}
 _TAKERS = frozenset("list tuple enumerate zip map filter iter sum reduce join fromkeys".split())
 _COMBINE = frozenset("union intersection difference symmetric_difference".split())
 _MAKERS = _COMBINE | {"set", "frozenset"}
@@ -176,8 +215,6 @@ class _Search:
             for end in self._taken_by(index, each):
                 self._take(end, frozenset())
         makes = {self._handed_on_as(index, each) for index, each in enumerate(self._all)} - {None}
-        if not (self._over_set or self._ways or self._calls or makes):
-            return _NONE
         calls = frozenset(self._calls)
         return _Loops(self._over_set, frozenset(self._ways), calls, frozenset(map(str, makes)))
 
@@ -256,7 +293,7 @@ class _Search:
         if (each.name, each.arg) == ("CALL", 0) and self._all[end - 1].name == "GET_ITER":
             start = self._start(end - 1)
             made = self._all[max(0, start - 3) : start]  # Until Python 3.11, it is a function.
-            return any(getattr(load.argval, "co_name", "") == "<setcomp>" for load in made)
+            return any(_makes_set(load.argval) for load in made)
         while each.name == "STORE_FAST" and self._all[end - 1].name == "SWAP":
             end -= 2
             each = self._all[end]
