@@ -740,20 +740,24 @@ def test_rules_of_flax_that_hold_for_one_thread(tmp_path):
     assert started() == (3, WITHOUT_A_TRACE)
 
 
-def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch, told):
-    """A hole in the fingerprint, made on purpose: all numbers are taken for equal."""
-    template = """
-    RATE = {rate}
-    @sc.step
-    def step(x):
-        return x * RATE
-    """
+def with_a_hole(monkeypatch) -> str:
+    """A step, and a hole in the fingerprint, made on purpose: all numbers are taken for equal."""
     from stepcache.fingerprint import visitor
 
     atom = visitor.atom
     monkeypatch.setattr(
         visitor, "atom", lambda value: "a number" if type(value) is float else atom(value)
     )
+    return """
+    RATE = {rate}
+    @sc.step
+    def step(x):
+        return x * RATE
+    """
+
+
+def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypatch, told):
+    template = with_a_hole(monkeypatch)
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):
         life(template.format(rate=0.5), cache, tmp_path).step(np.ones(8))
@@ -776,18 +780,7 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
 def test_what_was_stale_once_though_nothing_had_changed_is_traced_at_each_start(
     tmp_path, monkeypatch
 ):
-    from stepcache.fingerprint import visitor
-
-    template = """
-    RATE = {rate}
-    @sc.step
-    def step(x):
-        return x * RATE
-    """
-    atom = visitor.atom
-    monkeypatch.setattr(
-        visitor, "atom", lambda value: "a number" if type(value) is float else atom(value)
-    )
+    template = with_a_hole(monkeypatch)
     cache = cache_in(tmp_path)
     with sc.Session(cache=cache):
         life(template.format(rate=0.5), cache, tmp_path).step(np.ones(8))

@@ -153,16 +153,14 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
 
 def _methods_that_may_make(cls: type) -> list[str]:
     """The class methods that do more with `cls` than to ask it for names, here or in a base."""
-    found = ((name, each) for base in cls.__mro__ for name, each in vars(base).items())
-    methods = {(name, each.__func__) for name, each in found if type(each) is classmethod}
-    return sorted(
-        {
-            name
-            for name, function in methods
-            if not is_special(name)
-            and (type(function) is not types.FunctionType or passes_on_self(function.__code__))
-        }
-    )
+    found: set[str] = set()
+    for base in cls.__mro__:
+        for name, each in vars(base).copy().items():
+            if type(each) is classmethod and not is_special(name):
+                function = each.__func__
+                if type(function) is not types.FunctionType or passes_on_self(function.__code__):
+                    found.add(name)
+    return sorted(found)
 
 
 def _keeps_out_of_sight(metaclass: type) -> bool:

@@ -26,7 +26,7 @@ class Findings:
     variables: set[str] = field(default_factory=set)
     # What stands for the settings asked for, among the names that code reads.
     settings: set[str] = field(default_factory=set)
-    # The user's code, by identity, that loops over a set which a variable of it led to.
+    # Code, by identity, that loops over a set which a variable of it led to.
     over_sets: set[int] = field(default_factory=set)
     # What it called that makes it valid for this run only.
     impure: dict[str, None] = field(default_factory=dict)

@@ -155,9 +155,10 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
         seen_codes.counted[id(code)] = code
     opened_files.watch_before(code, frame.f_globals)
     if set_order.loops_over_given(code, frame):
-        over = [each.over_sets for each in active.current() if origin == USER]
-        for codes in over or [set_order.over_sets_of_packages]:
-            codes.add(id(code))
+        for recording in active.current():
+            recording.over_sets.add(id(code))
+        if origin != USER:  # Another recording will not see it entered.
+            set_order.over_sets_of_packages.add(id(code))
     seen_codes.note(code)
     return True
 

@@ -45,6 +45,7 @@ class _Loops(NamedTuple):
     makes: frozenset[str] = frozenset()  # The names under which it hands on sets.
 
 
+_NONE = _Loops()
 over_sets_of_packages: set[int] = set()
 """Code of packages, by identity, that was entered while a variable of it led to such a set."""
 _loops: dict[int, tuple[CodeType, _Loops]] = {}  # By identity; the code is held to keep that.
@@ -63,18 +64,20 @@ def where_looped_over(recording: Findings) -> list[str]:
     """Where code that a trace entered loops over a set, and why that matters."""
     entered = recording.entered.values()
     codes = [code for code in entered if not _is_passed_over(code.co_filename)]
-    made = frozenset().union(*(_loops_of(code).makes for code in codes if _may_make(code)))
+    loops = [_loops_of(code) if _may_make(code) else _NONE for code in codes]
+    made = frozenset().union(*(each.makes for each in loops))
     given = recording.over_sets | over_sets_of_packages
     return [
         f"{file_label(code.co_filename, None)}:{code.co_qualname}: {_WHY}"
-        for code in codes
-        if id(code) in given
-        or (_may_make(code) and _loops_of(code).over_set)
-        or (
-            not made.isdisjoint((*code.co_names, *code.co_freevars))
-            and not made.isdisjoint(_loops_of(code).calls)
-        )
+        for code, each in zip(codes, loops, strict=True)
+        if each.over_set or id(code) in given or (made and _takes_from(code, made))
     ]
+
+
+def _takes_from(code: CodeType, made: frozenset[str]) -> bool:
+    """Whether code loops over what functions or variables of some names give."""
+    names = (*code.co_names, *code.co_freevars)
+    return not (made.isdisjoint(names) or made.isdisjoint(_loops_of(code).calls))
 
 
 def _is_passed_over(filename: str) -> bool:
@@ -131,7 +134,8 @@ def _found(way: _Way, frame: FrameType) -> Any:
     """What a variable or an attribute is while code is entered. Runs nothing of the user's."""
     value = (frame.f_globals if way.is_global else frame.f_locals).get(way.name)
     for attribute in way.attributes:
-        classes = [*_MRO(type(value)), *(_MRO(value) if isinstance(value, type) else ())]
+        kind = type(value)
+        classes = [*_MRO(kind), *(_MRO(value) if issubclass(kind, type) else ())]
         spaces = [attributes_of(value), *map(_SPACE, classes)]
         value = next((each[attribute] for each in spaces if attribute in each), None)
     return value

@@ -123,7 +123,8 @@ class HeldObjects(Functions):
                 todo.append(((f"{_MODULE}{module}", variable), space[variable]))
                 if type(space[variable]) is dict:
                     chains[todo[-1][0]] = chain = (f"{_GLOBAL}{variable}",)
-                    whole.update([todo[-1][0]] if chain in wholly else [])
+                    if chain in wholly:
+                        whole.add(todo[-1][0])
                 variables.add((id(space), f"{_GLOBAL}{variable}"))
         while todo and len(names) < _MOST:
             name, value = todo.popleft()
@@ -140,7 +141,8 @@ class HeldObjects(Functions):
                     chain = (part,) if variable else (f".{part}",)
                     chain = (*chains[name], part) if name in chains else chain
                     chains[(*name, part)] = chain
-                    whole.update([(*name, part)] if name in whole or chain in wholly else [])
+                    if name in whole or chain in wholly:
+                        whole.add((*name, part))
                 leads_on = leads_on and variable not in variables
                 if leads_on and not issubclass(type(each), _WITHOUT_PARTS):
                     todo.append(((*name, part), each))

@@ -207,8 +207,8 @@ class Levels:
             self._record_anew()  # Nobody has examined what it used.
             raise
         self._may_share &= trace.is_shared
-        forgot = archive is not None and archive.forgot(lookup.address, traced.dependencies)
-        if forgot and traced.tree is not None:
+        may_load = traced.tree is not None
+        if may_load and archive and archive.forgot(lookup.address, traced.dependencies):
             traced = traced._replace(tree=None, untrackable=(_WAS_WRONG,))
         program = replace(program, lowered=trace.digest)
         if trace.is_loaded:
