@@ -19,7 +19,7 @@ from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
-from stepcache.fingerprint.module_contents import PROCESS_BEGAN_NS, content_of
+from stepcache.fingerprint.module_contents import content_of, was_read_after_ns
 from stepcache.fingerprint.name_meanings import (
     Meaning,
     class_text,
@@ -86,7 +86,7 @@ def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
     for name in modules:
         content = content_of(name)
         walk.once(f"module {name}", content.digest)
-        if content.written_ns > PROCESS_BEGAN_NS and name in sys.modules:
+        if content.written_ns > was_read_after_ns(name) and name in sys.modules:
             walk.blame(f"module {name}", "its file was written to since this process began")
         walk.distribution(name)
         package = name.partition(".")[0]

@@ -8,6 +8,8 @@ and times of change was not written to since.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import os
 import re
 import sys
@@ -85,6 +87,17 @@ def _assigned_globals(source: bytes) -> Iterator[str]:
                 yield name.strip().decode()
 
 
+def was_read_after_ns(module: str) -> int:
+    """A time, in nanoseconds since the epoch, after which an imported module's file was read.
+
+    When the process began does not say it: a shell may install packages and then become Python,
+    and one that forks may have imported modules before.
+    """
+    if module in _BEFORE_LOGGING:
+        return min(PROCESS_BEGAN_NS, _LOGGING_BEGAN_NS)
+    return _LOGGING_BEGAN_NS
+
+
 def _process_began_ns() -> int:
     """When this process began; where the system does not tell, the time of now."""
     try:
@@ -111,7 +124,17 @@ def _boot_ns() -> int:
     return min(readings)[1]
 
 
+def _logging_began_ns() -> int:
+    """When `logging` was imported, which it keeps; if it does not, when the process began."""
+    started = getattr(logging, "_startTime", None)
+    if isinstance(started, float):  # In seconds; of Python 3.13 in nanoseconds.
+        started = int(started * 1e9)
+    return started if isinstance(started, int) and started < time.time_ns() else PROCESS_BEGAN_NS
+
+
 PROCESS_BEGAN_NS = _process_began_ns()
+_LOGGING_BEGAN_NS = _logging_began_ns()
+_BEFORE_LOGGING = frozenset(itertools.takewhile(lambda name: name != "logging", sys.modules.copy()))
 _GLOBAL = re.compile(rb"global ([\w, ]+)")
 _ABSENT = Content("absent", frozenset())
 _lock = threading.RLock()

@@ -11,7 +11,7 @@ from tests.programs.starts import unload
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Installs a package of the given files for one test, as if this process began later."""
-    monkeypatch.setattr(installed_packages, "PROCESS_BEGAN_NS", sys.maxsize)
+    monkeypatch.setattr(installed_packages, "was_read_after_ns", lambda module: sys.maxsize)
     site = tmp_path / "site-packages"
     monkeypatch.syspath_prepend(str(site))
     installed = []

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import subprocess
 import sys
 import time
 import types
@@ -137,3 +139,59 @@ def test_when_the_process_began_is_known_though_it_is_interrupted(clock, monkeyp
     monkeypatch.setattr(time, clock, interrupted_read)
     assert abs(module_contents._process_began_ns() - module_contents.PROCESS_BEGAN_NS) < 50e6
     assert interrupted
+
+
+_TRAIN = """
+import EARLIER
+import logging
+import installed_after_bash
+import jax.numpy as jnp
+import stepcache as sc
+
+step = sc.step(lambda x: installed_after_bash.double(x) + 1)
+assert step(jnp.ones(3)).sum() == 9
+print(step.stats().traces, "; ".join(step.last_miss.untrackable))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says when a process began")
+@pytest.mark.parametrize("earlier", ["json", "installed_after_bash"])
+def test_a_shell_that_installs_packages_and_becomes_python(earlier, tmp_path):
+    """As `bash -c "pip install … && python train.py"` in a container."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    code = "def double(x):\n    return 2 * x\n"
+    (tmp_path / "train.py").write_text(_TRAIN.replace("EARLIER", earlier))
+    install = f"sleep 0.05; echo {shlex.quote(code)} > {site}/installed_after_bash.py; sleep 0.05"
+    command = f"{install}; exec {shlex.quote(sys.executable)} {tmp_path}/train.py"
+    variables = {"STEPCACHE_DIR": str(tmp_path / "programs"), "PYTHONPATH": f"{site}:{Path.cwd()}"}
+    outputs = [
+        subprocess.check_output(["bash", "-c", command], env=os.environ | variables, text=True)
+        for _ in range(2)
+    ]
+    assert outputs[0].startswith("1")
+    blamed = "module installed_after_bash: its file was written to since this process began"
+    assert outputs[1].strip() == ("0" if earlier == "json" else f"1 {blamed}")
+
+
+_FORK = """
+import logging
+import os
+import sys
+import time
+import installed
+time.sleep(0.05)
+open(installed.__file__, "a").close()
+os.utime(installed.__file__)
+time.sleep(0.05)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+from stepcache.fingerprint import module_contents
+assert module_contents.was_read_after_ns("installed") < os.stat(installed.__file__).st_mtime_ns
+"""
+
+
+def test_a_process_that_was_forked_after_its_imports(tmp_path):
+    (tmp_path / "installed.py").write_text("")
+    variables = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    subprocess.run([sys.executable, "-c", _FORK], env=os.environ | variables, check=True)
