@@ -21,6 +21,7 @@ from stepcache.fingerprint.instructions import (
     instructions_of,
     mere_keys,
     only_compares,
+    passes_on_what_it_is_asked_for,
     simple_arguments,
     where_classes_are_tested,
 )
@@ -30,10 +31,10 @@ _CAPTURED = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF
 # runs code of Python's, as `dataclasses.replace` does: a recording sees whose fields that reads.
 # Most code that names `replace` or `copy` means that of a text, an array or a pytree.
 DYNAMIC_ACCESS = frozenset(
-    "getattr hasattr vars dir locals globals eval exec __dict__ __getattribute__ __getstate__ "
-    "attrgetter methodcaller getattr_static getmembers deepcopy dump dumps loads __reduce__ "
-    "__reduce_ex__ __slots__ __dataclass_fields__ __attrs_attrs__ __match_args__ f_globals "
-    "f_locals modules format format_map vformat".split()
+    "getattr hasattr vars dir locals globals eval exec __dict__ __getattr__ __getattribute__ "
+    "__getstate__ attrgetter methodcaller getattr_static getmembers deepcopy dump dumps loads "
+    "__reduce__ __reduce_ex__ __slots__ __dataclass_fields__ __attrs_attrs__ __match_args__ "
+    "f_globals f_locals modules format format_map vformat".split()
 )
 # What is no part of the code, so that a change of it would not be seen.
 UNSEEN = {
@@ -142,9 +143,10 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     if has_type and "type" not in compared:
         names.attributes.add(MAKES_ANY)
     builtins = _BUILTINS & {*code.co_names}
-    names.accessed.update({*code.co_names} - builtins)
+    passed_on = {code.co_name} & {"__getattr__"}  # As `super().__getattr__(name)` does.
+    names.accessed.update({*code.co_names} - builtins - passed_on)
     for name in builtins:
-        _collect_builtin(name, instructions, names, own_cells)
+        _collect_builtin(name, code, instructions, names, own_cells)
     if any(each.opname == "MATCH_CLASS" and each.arg for each in instructions):
         names.accessed.add("__match_args__")  # It has patterns without the names of attributes.
     if _shows_objects(code, instructions):
@@ -197,7 +199,11 @@ def _collect_constants(
 
 
 def _collect_builtin(
-    name: str, instructions: list[dis.Instruction], names: Names, own_cells: set[str]
+    name: str,
+    code: CodeType,
+    instructions: list[dis.Instruction],
+    names: Names,
+    own_cells: set[str],
 ) -> None:
     """Collects what a function of Python's reads of objects, and of which.
 
@@ -213,7 +219,7 @@ def _collect_builtin(
             names.loads.add(attribute)
         elif asked is not None:
             names.asked.add(asked)
-        else:
+        elif name != "getattr" or not passes_on_what_it_is_asked_for(code, following):
             names.accessed.add(name)
 
 

@@ -13,6 +13,7 @@ from stepcache.fingerprint.instructions import (
     LOADS_ATTRIBUTE,
     attribute_asked_for,
     instructions_of,
+    passes_on_what_it_is_asked_for,
 )
 
 READS_ANY = "read any attribute"
@@ -20,7 +21,7 @@ READS_ANY = "read any attribute"
 
 _BY_NAME = frozenset(("getattr", "hasattr", "getattr_static"))
 _OF_WHOLE = frozenset(("vars", "dir", "getmembers"))
-_BY_TEXT = frozenset(("attrgetter", "methodcaller"))
+_BY_TEXT = frozenset(("attrgetter", "methodcaller", "__getattr__"))
 _ALL = _BY_NAME | _OF_WHOLE | _BY_TEXT | {"__dict__"}
 _OWN = frozenset(("self", "cls", "mcs", "mcls"))
 MATCH_CLASS = dis.opmap["MATCH_CLASS"]
@@ -38,12 +39,17 @@ def may_read_any(code: CodeType) -> bool:
             return True
         if instruction.opname not in _LOADS_NAME or name not in _ALL:
             continue
+        if name == code.co_name == "__getattr__":  # As `super().__getattr__(name)` does.
+            continue
         if name == "__dict__":
             if not _is_own(instructions[index - 1]):
                 return True
             continue
         following = instructions[index + 1 :]
-        is_known = len(following) > 2 and _is_harmless(following, by_name=name in _BY_NAME)
+        is_known = len(following) > 2 and (
+            _is_harmless(following, by_name=name in _BY_NAME)
+            or (name == "getattr" and passes_on_what_it_is_asked_for(code, following))
+        )
         if name in _BY_TEXT or not is_known:
             return True
     return False

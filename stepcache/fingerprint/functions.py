@@ -85,6 +85,12 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     walk.later(functools.partial(_note_captured, walk, path, function))
 
 
+def note_other_name(walk: Trail, path: str, function: types.FunctionType) -> None:
+    """Notes that code may call a `__getattr__` itself, and so with a computed name."""
+    if function.__code__.co_name == "__getattr__" and "__getattr__" not in path:
+        walk.reads_any_attribute()
+
+
 def _follow(walk: Trail, label: str, function: types.FunctionType) -> None:
     walk.reader = label
     names = names_of(function.__code__)

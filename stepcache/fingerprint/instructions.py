@@ -52,6 +52,31 @@ def attribute_asked_for(following: list[dis.Instruction]) -> str | None:
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
+def passes_on_what_it_is_asked_for(code: CodeType, following: list[dis.Instruction]) -> bool:
+    """Whether a call of `getattr` is that of a wrapper's `__getattr__`, for the name it was given.
+
+    Other code names the attribute then, or asks the wrapper for a computed one.
+
+    Args:
+        code: what calls.
+        following: what comes after `getattr` is loaded: `(self.env, name)`.
+    """
+    arguments = simple_arguments(following)
+    if code.co_name != "__getattr__" or code.co_argcount != 2 or len(arguments) not in (2, 3):
+        return False
+    given = code.co_varnames[1]
+    is_bound_anew = any(
+        each.argval == given and not each.opname.startswith("LOAD_")
+        for each in instructions_of(code)
+    )
+    (load, *attributes) = arguments[1]
+    return (
+        load.opname.startswith("LOAD_FAST")
+        and load.argval == given
+        and not (attributes or is_bound_anew)
+    )
+
+
 def simple_arguments(following: list[dis.Instruction]) -> list[list[dis.Instruction]]:
     """The arguments of a call, if each is a constant or a chain: `name.attribute.attribute`.
 

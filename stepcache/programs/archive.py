@@ -319,7 +319,7 @@ class Archive:
     @_no_matter_of_the_step("remove a wrong program")
     def forget(self, address: Address, record: DependencyRecord) -> None:
         """Invalidates a record that does not match a new trace."""
-        self.starts.note_wrong(start_name(address, record), _cause(address, record.digest))
+        self.starts.note_wrong(start_name(address, record), address.digest[:24], record.digest)
         if self.remote is not None:
             self.remote.forget(address.digest, record)
         others = self._others(address, record)
@@ -330,7 +330,8 @@ class Archive:
 
     def forgot(self, address: Address, dependencies: dict[str, str]) -> bool:
         """Whether a record was invalidated that depended on the same."""
-        return self.starts.was_wrong(_cause(address, digest_dependencies(dependencies)))
+        wrong = self.starts.wrong(address.digest[:24])
+        return wrong != "" and digest_dependencies(dependencies) in wrong
 
     def flush(self) -> None:
         """Waits until everything built so far is stored."""
@@ -380,12 +381,7 @@ def _compared(record: DependencyRecord, found: dict[str, str]) -> LookupResult:
 
 def start_name(address: Address, record: DependencyRecord) -> str:
     """Names a record where its starts are counted."""
-    return f"{_cause(address, record.digest)}-{record.program[:24]}"
-
-
-def _cause(address: Address, dependencies: str) -> str:
-    """Names what a record depends on, where its starts are counted."""
-    return f"{address.digest[:24]}-{dependencies[:24]}"
+    return f"{address.digest[:24]}-{record.digest[:24]}-{record.program[:24]}"
 
 
 def _distance(recorded: dict[str, str], base: dict[str, str]) -> int:

@@ -49,7 +49,8 @@ class BuildProgress:
             case StageStarted():
                 self._enter_stage(event)
             case Built() | Loaded():
-                _log.info("%s", event.miss)
+                is_news = isinstance(event, Built) or event.traced
+                _log.log(logging.INFO if is_news else logging.DEBUG, "%s", event.miss)
                 self._finish(event.build_id)
             case BuildFailed():
                 self._finish(event.build_id)

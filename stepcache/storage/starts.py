@@ -1,7 +1,7 @@
 """How often each stored record was started, and whether a start has verified it.
 
 One small file a record, one letter an event, appended: "s" for a start, "v" for a verification. The
-file of what a record depends on has a letter for each such record that was wrong.
+file of a lookup has what its wrong records depended on.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Starts:
         if not self._append(name, b""):
             self._append(name, b"ssv")
 
-    def note_wrong(self, name: str, cause: str) -> None:
-        """Drops what is known of a record that was wrong, and notes what it depends on."""
+    def note_wrong(self, name: str, lookup: str, dependencies: str) -> None:
+        """Drops what is known of a record that was wrong, and notes what it depended on."""
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
-        self._append(cause, b"w")
+        self._append(lookup, dependencies.encode())
 
-    def was_wrong(self, cause: str) -> bool:
-        """Whether a record was wrong that depended on the same."""
-        return b"w" in self._append(cause, b"")
+    def wrong(self, lookup: str) -> str:
+        """What the wrong records of a lookup depended on, one after the other."""
+        return self._append(lookup, b"").decode(errors="replace")
 
     def _append(self, name: str, event: bytes) -> bytes:
         """Adds to the events of a record, if that is possible. Returns those before."""

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mutations import changes, confined, fields, frameworks, harmless, hidden, keys, python_library
+from mutations import (
+    changes,
+    confined,
+    fields,
+    frameworks,
+    harmless,
+    hidden,
+    keys,
+    python_library,
+    wrappers,
+)
 
 import stepcache
 
@@ -29,6 +39,7 @@ CHANGES = [
     *fields.FIELDS,
     *keys.KEYS,
     *confined.CONFINED,
+    *wrappers.WRAPPED,
     *python_library.SHOWN_OR_COMPARED,
     *python_library.READ_BY_IT,
     *python_library.KEPT_BY_IT,

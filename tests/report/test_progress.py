@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import stepcache as sc
-from stepcache.events import BuildFailed, Built, Miss, StageStarted
+from stepcache.events import BuildFailed, Built, Loaded, Miss, StageStarted
 from stepcache.report.progress import BuildProgress
 
 BUILT = Built("step", 1, Miss("step", 1, "first call"), 1.0, 1.0, 1.0, 0.0)
@@ -69,3 +69,10 @@ def test_every_build_is_logged_with_its_reason(caplog):
     told(1)
     told(1.0)
     assert "told, miss 1" in caplog.text and "int32[]" in caplog.text
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_what_took_no_trace_is_no_news(traced, caplog):
+    caplog.set_level("INFO", logger="stepcache")
+    BuildProgress()(Loaded("step", 1, Miss("step", 1, "its reason"), traced, {}, 0.0))
+    assert ("its reason" in caplog.text) == traced
