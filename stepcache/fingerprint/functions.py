@@ -85,9 +85,9 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
     walk.later(functools.partial(_note_captured, walk, path, function))
 
 
-def note_other_name(walk: Trail, path: str, function: types.FunctionType) -> None:
+def note_other_name(walk: Trail, path: str, value: Any) -> None:
     """Notes that code may call a `__getattr__` itself, and so with a computed name."""
-    if function.__code__.co_name == "__getattr__" and "__getattr__" not in path:
+    if type(value) is types.FunctionType and value.__code__.co_name == "__getattr__" not in path:
         walk.reads_any_attribute()
 
 

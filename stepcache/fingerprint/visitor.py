@@ -66,8 +66,7 @@ class Walk(Trail):
         self.confined.meet(value, way)
         if not self.first_time((path, id(value))):
             return
-        if type(value) is types.FunctionType:
-            functions.note_other_name(self, path, value)
+        functions.note_other_name(self, path, value)
         known = self.seen.get(id(value))
         if known is not None:
             if known != path:
