@@ -35,6 +35,8 @@ from stepcache.fingerprint.tokens import ATOMS, atom, digest, key_text, plain_te
 from stepcache.fingerprint.trail import Trail
 from stepcache.units import counted
 
+WITH_THEIR_CLASS: set[type] = set()
+"""Kinds of nodes that keep `(type(value), value)`, to compare both: nobody calls that class."""
 _NODES_TOLD = 64
 
 
@@ -148,6 +150,7 @@ class Walk(Trail):
             shape.append(digest(map(key_text, extra)))
         elif kind not in (tuple, list, type(None)):
             self.follow_class(kind)
+            extra = extra[1] if kind in WITH_THEIR_CLASS else extra
             if extra is not None and not isinstance(extra, type):
                 text = plain_text(extra)
                 if text is None:

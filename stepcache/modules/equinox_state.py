@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from stepcache.calls.layers import function_name
+from stepcache.fingerprint.visitor import WITH_THEIR_CLASS
 from stepcache.jaxcompat.tree_codec import CODECS
 from stepcache.modules.equinox_layout import Builder, Opener, builder, opener
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
@@ -104,6 +105,7 @@ class Fixed:
 
 
 jax.tree_util.register_pytree_node(Fixed, lambda x: ((), (type(x.value), x.value)), Fixed)
+WITH_THEIR_CLASS.add(Fixed)
 
 
 def taken(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import time
 
 import equinox as eqx
 import jax
@@ -371,6 +372,20 @@ def test_rules_of_a_session(mesh):
         placed, out = step(model, X)
     assert placed.layers[0].weight.sharding.spec == jax.P("model")
     assert np.allclose(out, jax.vmap(model)(X), atol=1e-6)
+
+
+def test_a_method_whose_objects_are_made_with_the_time_is_loaded_without_a_trace(tmp_path):
+    class Trainer:
+        def __init__(self):
+            self.started, self.rate = time.time(), 2.0
+
+        @seqx.step
+        def scaled(self, x):
+            return x * self.rate
+
+    with sc.Session(cache=sc.ProgramCache(tmp_path)):
+        assert (Trainer().scaled(X) == X * 2).all()
+    assert Trainer.scaled.last_miss.untrackable == ()
 
 
 def test_a_step_whose_classes_are_frozen_is_loaded_without_a_trace(tmp_path):
