@@ -24,6 +24,7 @@ import numpy as np
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.asked_by_name import note_settings
 from stepcache.fingerprint.provenance import USER, origin_of
+from stepcache.fingerprint.remembered import REMEMBERING, holds_what_it_computes
 from stepcache.fingerprint.tokens import random_state, short
 from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import note_alias, note_items
@@ -32,7 +33,6 @@ from stepcache.jaxcompat import Tracer, inspection
 _BY_REPR_MODULES = ("datetime", "decimal", "fractions", "uuid", "ipaddress")
 _MISSING = object()
 _MESHES = jax.sharding.Mesh | jax.sharding.AbstractMesh
-_REMEMBERING = type(functools.lru_cache(lambda: 0))
 _TEXT: Any = io.TextIOBase.__bases__[0]  # To ask the abstract class takes long, and asks proxies.
 
 
@@ -99,7 +99,7 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
             walk.blame(path, "it is a ufunc that is not numpy's")
-    elif kind is _REMEMBERING or (
+    elif kind is REMEMBERING or (
         kind.__module__.startswith("jaxlib") and hasattr(value, "cache_info")
     ):
         note_remembering(walk, path, value)
@@ -195,7 +195,7 @@ _SPECIAL_CLASSES: tuple[Any, ...] = (
     *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
     *(jax.Array, jax.Device, jax.P, jax.sharding.Sharding, jax.sharding.Mesh),
     *(jax.tree_util.PyTreeDef, type(inspection.PLAIN_JIT), functools.partial),
-    *(enum.Enum, PurePath, logging.Logger, ContextVar, _TEXT, _REMEMBERING),
+    *(enum.Enum, PurePath, logging.Logger, ContextVar, _TEXT, REMEMBERING),
 )
 
 
@@ -261,11 +261,12 @@ def note_remembering(walk: Trail, path: str, value: Any) -> None:
     if function is None:
         walk.blame(path, "it caches results that cannot be fingerprinted")
         return
-    is_users = origin_of(function) == USER
-    if type(value) is _REMEMBERING:  # A library's own function remembers for itself alone.
-        is_users = is_users or not instances.found_by_name(value)
+    matters = origin_of(function) == USER
+    if type(value) is REMEMBERING:  # A library's own function remembers for itself alone.
+        matters = matters or not instances.found_by_name(value)
         _note_attributes(walk, path, value, ("__wrapped__", "cache_parameters"))
-    if is_users and value.cache_info().currsize:
+        matters = matters and not holds_what_it_computes(value)
+    if matters and value.cache_info().currsize:
         why = "its cache holds results of earlier calls, and what those read is not known"
         walk.blame(path, why)
     walk.value(f"{path} (function)", function)
