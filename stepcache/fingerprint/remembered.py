@@ -39,9 +39,9 @@ _MODULES = (np, np.fft, np.linalg, math, itertools, operator)
 # NumPy's functions that read or write files, print, change what the process has, or read memory
 # that nobody has written to.
 _NOT_ONLY_COMPUTING = frozenset(
-    "load loadtxt genfromtxt fromfile fromregex memmap DataSource empty empty_like ndarray save savez "
-    "savez_compressed savetxt info show_config show_runtime seterr seterrcall setbufsize errstate "
-    "set_printoptions printoptions".split()
+    "DataSource empty empty_like errstate fromfile fromregex genfromtxt info load loadtxt memmap "
+    "ndarray printoptions save savetxt savez savez_compressed set_printoptions setbufsize seterr "
+    "seterrcall show_config show_runtime".split()
 )
 _OTHER_EFFECTS = frozenset(
     "STORE_GLOBAL DELETE_GLOBAL IMPORT_NAME LOAD_BUILD_CLASS BUILD_SET SET_ADD".split()
