@@ -7,6 +7,7 @@ itself. An editable install is the user's own code: its version says nothing abo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.machinery
@@ -106,7 +107,8 @@ def is_generated(function: Any) -> bool:
     """Whether `dataclasses` or attrs have generated a function."""
     code = getattr(function, "__code__", None)
     return code is not None and (
-        code.co_filename.startswith("<attrs generated ")
+        function is vars(dataclasses).get("_replace")  # The `__replace__` of Python 3.13.
+        or code.co_filename.startswith("<attrs generated ")
         or (code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__"))
     )
 
