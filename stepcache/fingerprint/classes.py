@@ -39,6 +39,7 @@ from stepcache.fingerprint.provenance import (
 from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
+    is_special,
     plain_text,
     qualified_name,
 )
@@ -320,7 +321,7 @@ def follow_library_class(walk: Trail, name: str, cls: type) -> None:
             path = f"{qualified_name(base)}.{attribute}"
             if is_foreign(value):
                 walk.value(path, value)
-            elif attribute.startswith("__"):
+            elif is_special(attribute):
                 continue
             elif (text := plain_text(value)) is not None:
                 walk.once(path, text)
@@ -329,10 +330,6 @@ def follow_library_class(walk: Trail, name: str, cls: type) -> None:
                     walk.when_named(attribute, path, text)
             elif type(value) is functools.partialmethod or instances.is_users(type(value)):
                 walk.when_named(attribute, path, value)
-
-
-def is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 def is_plain(cls: type) -> bool:

@@ -43,6 +43,7 @@ from stepcache.fingerprint.provenance import (
     origin_of_file,
     package_of,
 )
+from stepcache.fingerprint.tokens import is_special
 from stepcache.fingerprint.values import TRUSTED
 from stepcache.jaxcompat import inspection
 
@@ -303,7 +304,7 @@ def _add_names(
         value = space.get(name, sys.modules.get(name) if "." in name else None)
         if type(value) is types.ModuleType and _is_known_by_file(value.__name__):
             continue
-        if name in space and not name.startswith("__"):
+        if name in space and not is_special(name):
             found.setdefault(owner, set()).add(name)
         if type(value) is types.ModuleType and depth and value.__name__ in sys.modules:
             file = getattr(value, "__file__", None)

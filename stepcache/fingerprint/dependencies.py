@@ -13,6 +13,7 @@ from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from stepcache.events import Change
+from stepcache.fingerprint.tokens import is_special
 
 LATE = "put into "
 """Begins the names of dependencies that are there once another module has been imported."""
@@ -97,7 +98,7 @@ def differences(before: dict[str, str], after: dict[str, str]) -> tuple[Change, 
         for each in changes
         if not _is_shown_by_name(each.path, shown) and not each.path.startswith(others)
     ]
-    changes.sort(key=lambda change: (KINDS.index(change.part), _is_special(change.path)))
+    changes.sort(key=lambda change: (KINDS.index(change.part), _is_of_python(change.path)))
     return tuple(changes[:_MAX_CHANGES])
 
 
@@ -122,9 +123,9 @@ def _is_of_another_class(change: Change) -> bool:
     return change.part != "code" and all(token.startswith("a ") for token in both)
 
 
-def _is_special(path: str) -> bool:
+def _is_of_python(path: str) -> bool:
     """Whether a change is of a method such as `__eq__`, which Python writes for a dataclass."""
-    return path.rpartition(".")[2].startswith("__")
+    return is_special(path.rpartition(".")[2])
 
 
 def _is_shown_by_name(path: str, shown: list[str]) -> bool:

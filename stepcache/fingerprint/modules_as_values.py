@@ -13,7 +13,7 @@ from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_IN
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of_module
-from stepcache.fingerprint.tokens import ATOMS, digest
+from stepcache.fingerprint.tokens import ATOMS, digest, is_special
 from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import TRUSTED
 
@@ -110,7 +110,7 @@ def _add(found: dict[str, set[str]], module: types.ModuleType, named: set[str]) 
     read = found.setdefault(name, set())
     for each in named & space.keys() - read:
         value = space[each]
-        if not each.startswith("__") and (origin == INSTALLED or type(value) in _OF_PYTHON):
+        if not is_special(each) and (origin == INSTALLED or type(value) in _OF_PYTHON):
             read.add(each)
         if type(value) is types.ModuleType and value.__name__ not in found:
             is_within = value.__name__.partition(".")[0] == package

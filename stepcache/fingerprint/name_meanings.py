@@ -22,6 +22,7 @@ from stepcache.fingerprint.tokens import (
     attribute_of,
     container_text,
     digest,
+    is_special,
     plain_text,
     qualified_name,
     random_state,
@@ -146,7 +147,7 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
         if text is not None and function.__module__ == module and text.endswith(attribute):
             texts.append(f"{attribute} {text}")
             continue
-        if text is None and kind in CONTAINERS and attribute.startswith("__"):
+        if text is None and kind in CONTAINERS and is_special(attribute):
             text = None if has_state else container_text(value)  # Python's, as of a dataclass.
             text = text or kind.__name__
         if text is None:
@@ -161,7 +162,7 @@ def class_text(notes: Meaning, cls: type, has_state: bool) -> str:
         if is_function and not attribute.startswith("_"):
             worth = not text.endswith(f".{attribute}")
         else:
-            worth = not (has_state or attribute.startswith("__")) and plain_text(value) is not None
+            worth = not (has_state or is_special(attribute)) and plain_text(value) is not None
         if worth:
             notes.once(f"{name}.{attribute}", text)
     return digest(texts)
@@ -252,7 +253,7 @@ def _thread_text(value: threading.local) -> str:
     """What is kept for this thread, such as flax's rules of axes."""
     # Python itself keeps `__orig_class__` there, once the thread has an object.
     kept = sorted(vars(value).copy().items())
-    texts = ((name, _kept_text(each)) for name, each in kept if not name.startswith("__"))
+    texts = ((name, _kept_text(each)) for name, each in kept if not is_special(name))
     return short(", ".join(f"{name} {text}" for name, text in texts if text not in _EMPTY))
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from stepcache.fingerprint import instances, values
 from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import SHOWS_ARGUMENTS, SHOWS_NAMESPACES
-from stepcache.fingerprint.classes import is_plain, is_special
-from stepcache.fingerprint.tokens import digest
+from stepcache.fingerprint.classes import is_plain
+from stepcache.fingerprint.tokens import digest, is_special
 from stepcache.fingerprint.trail import Trail
 
 

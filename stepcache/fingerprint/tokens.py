@@ -105,6 +105,11 @@ def key_text(key: Any) -> str:
     return repr(key) if type(key) in ATOMS else qualified_name(type(key))
 
 
+def is_special(name: str) -> bool:
+    """Whether Python gives a name its meaning; others with two underscores are only private."""
+    return name.startswith("__") and name.endswith("__")
+
+
 def qualified_name(value: Any) -> str:
     """The full name of a class, a function or a member of an enumeration."""
     if issubclass(type(value), enum.Enum):

@@ -148,9 +148,11 @@ KEEPS_SETTINGS = """
     """
 
 
+@pytest.mark.parametrize("name", ["_CONFIG", "__config"])  # e3nn_jax has one of the latter.
 @pytest.mark.parametrize("package", ["settings_pkg", "gin"])
-def test_settings_that_a_package_keeps_beside_objects(package, install, tmp_path):
-    install(package, {"__init__.py": "", "config.py": KEEPS_SETTINGS})
+def test_settings_that_a_package_keeps_beside_objects(package, name, install, tmp_path):
+    files = {"__init__.py": "", "config.py": KEEPS_SETTINGS.replace("_CONFIG", name)}
+    install(package, files)
     source = f"""
     from {package} import config
 
@@ -1005,3 +1007,33 @@ def test_an_attribute_that_a_package_calls(install, tmp_path):
     assert levels(found) == WITHOUT_A_TRACE
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
         start(source.replace("{factor}", "3"), "runs_pkg", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["_scale", "__scale"])
+@pytest.mark.parametrize("set_it", ["setattr(scaling_pkg, 'NAME', 2)", "scaling_pkg.set_to(2)"])
+def test_a_private_variable_of_a_package(name, set_it, install, tmp_path):
+    """Its name may begin with two underscores, as those of Python's own begin and end."""
+    code = """
+    NAME = 1
+
+    def set_to(value):
+        global NAME
+        NAME = value
+
+    def scaled(x):
+        return x * NAME
+    """
+    install("scaling_pkg", {"__init__.py": code.replace("NAME", name)})
+    source = f"""
+    import scaling_pkg
+
+    {set_it.replace("NAME", name)}
+
+    @sc.step
+    def step(x):
+        return scaling_pkg.scaled(x)
+    """
+    start(source, "scaling_pkg", tmp_path)
+    assert levels(start(source, "scaling_pkg", tmp_path)) == WITHOUT_A_TRACE
+    with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
+        start(source.replace("2)", "3)"), "scaling_pkg", tmp_path)
