@@ -109,16 +109,20 @@ class Request:
     def described(self) -> Request:
         """The same request without its arrays, which it would otherwise keep alive.
 
-        Itself where a class refuses to be built around what is no array.
+        Itself where a class refuses to be built around what is no array, or computes with it when
+        it is flattened.
         """
         call = self.call
         stand_ins = [leaf.stand_in() for leaf in call.signature.leaves]
         try:
             given = call.rebuilt(stand_ins)
             args, kwargs = call.signature.tree.unflatten(stand_ins)
+            jax.tree.flatten((args, kwargs))
         except Exception:
             return self
+        paths = call.paths
         call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
+        vars(call)["paths"] = paths
         return replace(self, call=call)
 
     def settled(self, numbers: Sequence[int]) -> Request:

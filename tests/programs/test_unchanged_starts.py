@@ -1037,3 +1037,31 @@ def test_a_private_variable_of_a_package(name, set_it, install, tmp_path):
     assert levels(start(source, "scaling_pkg", tmp_path)) == WITHOUT_A_TRACE
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
         start(source.replace("2)", "3)"), "scaling_pkg", tmp_path)
+
+
+@pytest.mark.parametrize("kept", ["jnp.asarray(self.x, jnp.float32)", "self.x * 1.0"])
+def test_an_argument_that_computes_when_it_is_flattened_is_verified(kept, tmp_path, caplog):
+    """It cannot be flattened once its arrays are described by their shapes alone."""
+    source = f"""
+    @jax.tree_util.register_pytree_node_class
+    class Box:
+        def __init__(self, x):
+            self.x = x
+
+        def tree_flatten(self):
+            return ({kept},), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    over_boxes = sc.step(lambda box: box.x * 2)
+
+    def step(x):
+        return over_boxes(Box(x))
+    """
+    start(source, "no_package", tmp_path, verify="background")
+    again = start(source, "no_package", tmp_path, verify="background")
+    stats = again.over_boxes.stats()
+    assert (stats.traces, stats.loads, stats.verifications) == (0, 1, 1)
+    assert not caplog.records
