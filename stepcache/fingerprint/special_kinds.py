@@ -23,6 +23,7 @@ import numpy as np
 
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.asked_by_name import note_settings
+from stepcache.fingerprint.lowering_rules import code_of_rule
 from stepcache.fingerprint.provenance import USER, origin_of
 from stepcache.fingerprint.remembered import REMEMBERING, holds_what_it_computes
 from stepcache.fingerprint.tokens import random_state, short
@@ -99,6 +100,10 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
             walk.blame(path, "it is a ufunc that is not numpy's")
+    elif isinstance(value, inspection.PRIMITIVE) and (rules := _rules_of_others(value)):
+        walk.note(path, f"primitive {value.name}")
+        for number, rule in enumerate(rules):
+            walk.value(f"{path} (rule {number})", rule)
     elif kind is REMEMBERING or (
         kind.__module__.startswith("jaxlib") and hasattr(value, "cache_info")
     ):
@@ -106,6 +111,12 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
     else:
         return value is os.environ or value is os.environb  # What is read of it is recorded.
     return True
+
+
+def _rules_of_others(primitive: Any) -> list[Any]:
+    """What JAX keeps for a primitive in the tables of its transformations; none for one of JAX."""
+    rules = inspection.tracing_rules(primitive) + inspection.lowering_rules(primitive)
+    return rules if any(code_of_rule(rule) is None for rule in rules if callable(rule)) else []
 
 
 def _full_name(kind: type) -> str:

@@ -174,6 +174,10 @@ def equations_of(jaxpr: Any) -> Iterator[Any]:
                 stack.extend(jaxprs_in_params(equation.params))
 
 
+PRIMITIVE = core.Primitive
+"""The class of JAX's primitives, and of the user's."""
+
+
 def lowering_rules(primitive: Any) -> list[Any]:
     """The functions that lower a primitive, for all platforms."""
     tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())

@@ -17,7 +17,54 @@ mine_p.def_impl(lambda x: x)
 mine_p.def_abstract_eval(lambda x: x)
 """
 
+_WITH_RULES = (
+    _PRIMITIVE
+    + """
+from jax.interpreters import ad, batching
+mlir.register_lowering(mine_p, mlir.lower_fun(lambda x: x + 1, multiple_results=False))
+"""
+)
+
 LOWERED = [
+    Kind(
+        "jvp_rule_of_mine",
+        _WITH_RULES
+        + """
+ad.defjvp(mine_p, lambda g, x: g * «2¦3»)
+def step(x): return x * jax.grad(lambda y: mine_p.bind(y).sum())(x)
+""",
+        "jvp_rule_of_mine.py",
+    ),
+    Kind(
+        "transpose_rule_of_mine",
+        _WITH_RULES
+        + """
+ad.deflinear2(mine_p, lambda cotangent, x: [cotangent * «2¦3»])
+def step(x): return x * jax.grad(lambda y: mine_p.bind(y).sum())(x)
+""",
+        "transpose_rule_of_mine.py",
+    ),
+    Kind(
+        "batching_rule_of_mine",
+        _WITH_RULES
+        + """
+batching.primitive_batchers[mine_p] = lambda given, at: (mine_p.bind(given[0]) * «2¦3», at[0])
+def step(x): return jax.vmap(mine_p.bind)(x)
+""",
+        "batching_rule_of_mine.py",
+    ),
+    Kind(
+        "rule_of_mine_in_a_table",
+        _WITH_RULES
+        + """
+RULES = {"mine": mine_p}
+FACTOR = «2¦3»
+def scaled(x): return x * FACTOR
+mlir.register_lowering(mine_p, mlir.lower_fun(scaled, multiple_results=False))
+def step(x): return RULES["mine"].bind(x)
+""",
+        "FACTOR",
+    ),
     Kind(
         "lowering_rule_of_mine",
         _PRIMITIVE
@@ -26,7 +73,6 @@ mlir.register_lowering(mine_p, mlir.lower_fun(lambda x: x * «2¦3», multiple_r
 def step(x): return mine_p.bind(x) + 1
 """,
         "lowering_rule_of_mine.py",
-        vouched=False,
     ),
     Kind(
         "lowering_rule_of_mine_for_one_platform",
@@ -39,7 +85,6 @@ def inner(x): return mine_p.bind(x)
 def step(x): return inner(x) + 1
 """,
         "lowering_rule_of_mine_for_one_platform.py",
-        vouched=False,
     ),
     Kind(
         "lowering_rule_of_jax_by_mine",
