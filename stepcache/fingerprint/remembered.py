@@ -44,7 +44,8 @@ _NOT_ONLY_COMPUTING = frozenset(
     "seterrcall show_config show_runtime".split()
 )
 _OTHER_EFFECTS = frozenset(
-    "STORE_GLOBAL DELETE_GLOBAL IMPORT_NAME LOAD_BUILD_CLASS BUILD_SET SET_ADD".split()
+    "STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR IMPORT_NAME LOAD_BUILD_CLASS BUILD_SET "
+    "SET_ADD".split()
 )
 _Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
@@ -97,7 +98,7 @@ def _call_of(key: Any) -> _Call | None:
     parts = key if type(key) is tuple else (key,)
     marks = [number for number, part in enumerate(parts) if type(part) is object]
     given, named = (parts[: marks[0]], parts[marks[0] + 1 :]) if marks else (parts, ())
-    if _content((*given, *named)) is None:
+    if not _is_constant((*given, *named)):
         return None
     return given, tuple(zip(named[::2], named[1::2], strict=True))
 
@@ -124,6 +125,13 @@ def _is_number_type(value: Any) -> bool:
     return is_jaxs or (type(value) is type and issubclass(value, (np.generic, int, float, complex)))
 
 
+def _is_constant(value: Any) -> bool:
+    """Whether a value is one that code can read, and not change."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) not in (list, np.ndarray) and _content(value) is not None
+
+
 def _only_computes(function: Any, seen: set[int]) -> bool:
     """Whether nobody notices that a function is called, and it reads only what a walk sees."""
     if id(function) in seen:
@@ -133,7 +141,8 @@ def _only_computes(function: Any, seen: set[int]) -> bool:
         return False
     names = names_of(function.__code__)
     given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    if names.is_dynamic or names.imports or any(_content(each) is None for each in given):
+    does_more = names.is_dynamic or names.imports or "tofile" in names.loads
+    if does_more or not all(map(_is_constant, given)):
         return False
     operations = {each.opname for code in names.codes for each in instructions_of(code)}
     return operations.isdisjoint(_OTHER_EFFECTS) and all(
@@ -148,14 +157,15 @@ def _is_number_or_computes(reader: Any, read: Read, seen: set[int]) -> bool:
         return read.kind == "global" and name in _BUILTINS
     value = space[name]
     while type(value) is types.ModuleType and chain:
-        is_known = value is jnp or any(value is each for each in _MODULES)
-        if not is_known or chain[0] in _NOT_ONLY_COMPUTING:
+        if value is not jnp and not any(value is each for each in _MODULES):
             return False
         space, (name, *chain) = vars(value), chain
         value = space.get(name)
-    if _content(value) is not None:
+    if _is_constant(value):
         return True
     if any(vars(each).get(name) is value for each in _MODULES):
+        if name in _NOT_ONLY_COMPUTING:
+            return False
         return type(value) is not types.ModuleType and origin_of(value) != USER
     function = getattr(value, "__wrapped__", None) if type(value) is REMEMBERING else value
     return not chain and _only_computes(function, seen)

@@ -8,6 +8,7 @@ from math import sqrt
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy import info
 
 from stepcache.fingerprint import remembered
 from stepcache.fingerprint.remembered import holds_what_it_computes
@@ -140,7 +141,36 @@ def with_an_object(n, given=OBJECT):
     return given.scale * n
 
 
+LIST, ARRAY = [1.0], np.zeros(3)
+
+
+def changes_a_list(n):
+    LIST.append(n)
+
+
+def changes_an_array(n):
+    ARRAY[n] += 1
+
+
+def changes_a_default(n, given=([],)):
+    given[0].append(n)
+
+
+def counts(n):
+    counts.calls = n
+
+
+def writes_a_file(n):
+    np.arange(n).tofile(str(n))
+
+
+def prints_with_numpy(n):
+    info(n)
+
+
 NOT_ONLY = [
+    *(counts, writes_a_file, prints_with_numpy, lambda n: np.load(n), lambda n: np.random.rand(n)),
+    *(changes_a_list, changes_an_array, changes_a_default),
     *(reads_an_object, reads_a_file, is_random, prints, computes_with_jax, makes_an_object),
     *(asks_an_object, sets_a_global, imports, makes_a_set, reads_what_was_there, made_in(2)),
     *(with_an_object, lambda n: eval(n), lambda n: functools.partial(n), np.arange),
