@@ -100,7 +100,7 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
         walk.note(path, f"ufunc {value.__name__}")
         if getattr(np, value.__name__, None) is not value:
             walk.blame(path, "it is a ufunc that is not numpy's")
-    elif isinstance(value, inspection.PRIMITIVE) and (rules := _rules_of_others(value)):
+    elif inspection.is_primitive(value) and (rules := _rules_of_others(value)):
         walk.note(path, f"primitive {value.name}")
         for number, rule in enumerate(rules):
             walk.value(f"{path} (rule {number})", rule)

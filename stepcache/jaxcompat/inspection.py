@@ -174,8 +174,9 @@ def equations_of(jaxpr: Any) -> Iterator[Any]:
                 stack.extend(jaxprs_in_params(equation.params))
 
 
-PRIMITIVE = core.Primitive
-"""The class of JAX's primitives, and of the user's."""
+def is_primitive(value: Any) -> bool:
+    """Whether a value is one of JAX's primitives, or of the user's."""
+    return isinstance(value, core.Primitive)
 
 
 def lowering_rules(primitive: Any) -> list[Any]:
