@@ -87,10 +87,13 @@ def _results(remembering: Any) -> list[tuple[_Call, Any]] | None:
     if link.__name__ == "_lru_list_elem":  # Of a bounded cache: key, result and this, in turn.
         ends = [number for number, each in enumerate(referents) if each is link][:size]
         pairs = [(referents[end - 2], referents[end - 1]) for end in ends]
-    calls = [_call_of(key) for key, _ in pairs]
-    if any(call is None for call in calls):
-        return None
-    return [(call, result) for call, (_, result) in zip(calls, pairs, strict=True) if call]
+    found = []
+    for key, result in pairs:
+        call = _call_of(key)
+        if call is None:
+            return None
+        found.append((call, result))
+    return found
 
 
 def _call_of(key: Any) -> _Call | None:
@@ -113,9 +116,9 @@ def _content(value: Any) -> str | None:
     if type(value) is np.ndarray and not value.dtype.hasobject:
         layout = f"{value.dtype.str} {value.shape} {value.strides} {value.flags.writeable}"
         return f"array {layout} {content_digest(value)}"
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
+    if issubclass(type(value), np.generic) and not value.dtype.hasobject:
         return f"{value.dtype.str} {value.tobytes()!r}"
-    if isinstance(value, np.dtype) or _is_number_type(value):
+    if issubclass(type(value), np.dtype) or _is_number_type(value):
         return f"type {value}"
     return None
 
