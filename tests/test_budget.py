@@ -111,6 +111,7 @@ def test_bytes_count_on_every_device_that_they_reach(eight):
         step(state, x)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("named", [True, False], ids=["NamedSharding", "PartitionSpec"])
 @pytest.mark.parametrize(
     ("value", "spec", "copies"),

@@ -541,6 +541,7 @@ def test_doctor_blames_a_full_disk_for_a_program_that_was_not_stored(tmp_path, m
     assert trip.status == "fault" and "space" in trip.hint
 
 
+@pytest.mark.slow
 def test_doctor_goes_round(tmp_path, tmp_path_factory, monkeypatch):
     shared = tmp_path_factory.mktemp("shared")
     (shared / "key").write_text("0123456789abcdef" * 4)
@@ -581,6 +582,7 @@ def test_the_entry_point():
     assert found.load() is main
 
 
+@pytest.mark.slow
 def test_in_a_pipe(built):
     command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -611,6 +613,7 @@ def test_names_are_shown_as_they_are(tmp_path):
     assert "cfg:key:y 1 → 2" in text and "notes.py:book:page" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("cache", "why"), ("report",)])
 def test_an_output_of_few_letters(tmp_path, command):
     write_runs(tmp_path, [NAMES])
@@ -624,6 +627,7 @@ def test_an_output_of_few_letters(tmp_path, command):
     assert b"1 ? 2" in done.stdout or "1 → 2" in done.stdout.decode()
 
 
+@pytest.mark.slow
 def test_looking_starts_no_backend(directory):
     step = entry_files(directory, "step")[0].name
     commands = [["ls"], ["show", step], ["why"], ["verify"], ["prune", "--max-bytes", "1"]]

@@ -101,6 +101,7 @@ def test_donated_carried_and_warmed():
     np.testing.assert_array_equal(state, 4)
 
 
+@pytest.mark.slow
 def test_the_next_process_finds_it_whatever_is_committed(tmp_path):
     function = make()
     for x, loads in ((FREE, 0), (KINDS["here"], 1), (KINDS["numpy"], 1)):

@@ -123,6 +123,7 @@ def variables():
     return {"beta": np.zeros(4, np.float32), "w": w, "b": np.zeros(1, np.float32)}
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("options", [{}, {"clone_on_cpu": True}], ids=["devices", "CPU"])
 def test_training_ends_where_that_of_slim_does(options, data, variables):
     """Two clones, each with the whole set; SGD with rate 1; the first clone's moving averages."""
@@ -209,6 +210,7 @@ def test_bad_batches_and_losses_are_refused(data, variables):
         config.create_clones(lambda variables, batch: batch, variables, np.zeros(6))
 
 
+@pytest.mark.slow
 def test_replicas_train_what_a_host_serves(data, variables, tmp_path):
     server = LocalServer(tmp_path / "server").start()
     try:

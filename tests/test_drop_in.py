@@ -911,7 +911,7 @@ def threads(jit):
     return results
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", CASES)
 def test_means_what_jit_means(name):
     by_jit, by_step = (outcome(CASES[name], jit) for jit in (jax.jit, sc.step))

@@ -28,6 +28,7 @@ NOT_PUBLIC = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=6)
 @pytest.mark.parametrize("names", [SAMPLE, TESTS], ids=len)
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_only_outputs_that_follow_the_size_are_cut():
     np.testing.assert_allclose(both["both"], DATA[:5] @ DATA[:5].T, rtol=1e-5)
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_placed", [False, True])
 def test_rows_of_arrays_that_are_split_over_a_mesh(kind, is_placed):

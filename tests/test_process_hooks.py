@@ -350,6 +350,7 @@ def test_a_tracer_sees_the_lines_of_a_traced_step(tmp_path):
     assert run(tmp_path, STEP + textwrap.dedent(body)) == "True\n"
 
 
+@pytest.mark.slow
 def test_pdb_steps_through_a_traced_step(tmp_path):
     body = """
     import io, pdb
@@ -441,6 +442,7 @@ def test_progress_leaves_the_streams_alone():
 # ---- audit hooks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_there_is_no_audit_hook_unless_a_step_may_open_a_file(tmp_path):
     """It would be called for each `id()` of the process, for ever."""
     script = """
@@ -572,6 +574,7 @@ def test_the_tools_of_coverage_profilers_and_debuggers_are_not_taken():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
+@pytest.mark.slow
 def test_threads_that_set_profiles_at_once_refuse_each_other_nothing():
     """Python 3.11 refuses one while a hook in Python is told of another: shown, and ended."""
     script = """
@@ -782,6 +785,7 @@ state, batch = np.ones(3, np.float32), np.ones(4, np.float32)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("how", ["ctypes.CDLL(None).abort()", "os.kill(os.getpid(), 6)"])
 def test_an_abort_in_a_pod_ends_the_process_and_faulthandler_prints(tmp_path, how):
@@ -807,6 +811,7 @@ def test_an_abort_in_a_pod_ends_the_process_and_faulthandler_prints(tmp_path, ho
     assert float(ranks[0].said("lost")[0].split()[1]) - float(ranks[1].said("aborting")[0]) < 5
 
 
+@pytest.mark.slow
 def test_a_pod_leaves_all_signal_handlers_alone(tmp_path):
     body = """
     faulthandler.enable()
@@ -825,6 +830,7 @@ def test_a_pod_leaves_all_signal_handlers_alone(tmp_path):
 # ---- fork ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_forked_beside_a_trace_is_free_of_it(tmp_path):
     """Another thread of the parent is in the middle of a recording: it is not in the child."""
@@ -865,6 +871,7 @@ def test_a_child_forked_beside_a_trace_is_free_of_it(tmp_path):
     run(tmp_path, STEP + textwrap.dedent(body))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_what_a_forked_child_has_built_the_next_one_loads(tmp_path):
     """Python ends children of `multiprocessing` without the handlers of `atexit`."""

@@ -119,6 +119,7 @@ sc.current_session().cache.flush()
 """
 
 
+@pytest.mark.slow
 def test_a_later_start_loads_it_without_a_trace(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -156,6 +156,7 @@ def test_a_train_state_of_linen(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+@pytest.mark.slow
 def test_states_that_steps_make(tmp_path):
     """Their trees hold the model and the optimizer, which each process has for itself."""
     script = Script("state_made_in_a_step", tmp_path)
@@ -191,6 +192,7 @@ def test_modules_of_nnx_in_place(tmp_path):
     built_once_then_loaded(script, "train_step", "eval_step")
 
 
+@pytest.mark.slow
 def test_modules_of_nnx_in_buffers(tmp_path):
     built_once_then_loaded(Script("nnx_packed", tmp_path), "train_step", runs=3)
 
@@ -211,6 +213,7 @@ def test_a_trainer_that_holds_its_step(tmp_path):
     built_once_then_loaded(script, "_step", "_step")
 
 
+@pytest.mark.slow
 def test_trainers_that_go_on_with_saved_weights(tmp_path):
     """What they keep has other values in each run; their steps read none of it."""
     script = Script("trainer_resumes", tmp_path)
@@ -218,6 +221,7 @@ def test_trainers_that_go_on_with_saved_weights(tmp_path):
     built_once_then_loaded(script, *steps, runs=3)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_is_another_in_each_run(tmp_path):
     """Nor do the constructors matter that ask for the time, a directory, or random numbers."""
     script = Script("trainer_config", tmp_path)
@@ -276,6 +280,7 @@ def test_options_of_the_command_line(tmp_path):
     assert again.how == ["loaded"] * 2 and again.output == default.output, shown(again)
 
 
+@pytest.mark.slow
 def test_a_trainer_with_names_that_jax_has_for_what_is_its_own(tmp_path):
     script = Script("trainer_names", tmp_path)
     first, second, other = script.run(), script.run("--run", "second"), script.run("--factor", "3")
@@ -284,6 +289,7 @@ def test_a_trainer_with_names_that_jax_has_for_what_is_its_own(tmp_path):
     assert first.output == second.output != other.output
 
 
+@pytest.mark.slow
 def test_flags_of_absl(tmp_path):
     script = Script("absl_flags", tmp_path)
     first, _ = built_once_then_loaded(script, "train_step", quiet=False)

@@ -652,6 +652,7 @@ def test_what_is_in_the_directory_is_told_by_explain(tmp_path):
     assert not explanation.hit and "on disk" in str(explanation)
 
 
+@pytest.mark.slow
 def test_jax_own_persistent_cache_goes_on_working(tmp_path, monkeypatch):
     code = """
     import jax, numpy as np, sys
@@ -951,6 +952,7 @@ print(len(opened), "jax._src.pjit" in looked_at, is_adopted, step.stats().traces
 """
 
 
+@pytest.mark.slow
 def test_an_import_looks_at_what_the_last_run_used(tmp_path):
     """Where there was one; and in a directory that the program may not use after all."""
     file = tmp_path / "script.py"
@@ -1012,6 +1014,7 @@ print(step(np.ones(8))[0], step(np.ones(4))[0], step.stats().loads)
 """
 
 
+@pytest.mark.slow
 def test_a_directory_that_others_may_write_is_not_used_and_nothing_fails(tmp_path):
     directory = tmp_path / "open"
     directory.mkdir()
@@ -1040,6 +1043,7 @@ def test_a_url_as_the_directory_is_said_and_nothing_fails(url, tmp_path, monkeyp
     assert not list(empty.iterdir())
 
 
+@pytest.mark.slow
 def test_the_home_of_an_unknown_user_is_said_and_nothing_fails():
     done = run_script(ONE_STEP, "~nobody-of-this-name/programs")
     assert done.stdout.split() == ["2.0", "2.0", "0"]
@@ -1090,6 +1094,7 @@ def test_off_means_off(tmp_path):
     assert done.stdout.split() == ["2.0", "2.0", "0", "None"]
 
 
+@pytest.mark.slow
 def test_the_directory_is_private(tmp_path):
     directory = tmp_path / "new"
     run_script(ONE_STEP, str(directory))
@@ -1097,6 +1102,7 @@ def test_the_directory_is_private(tmp_path):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
+@pytest.mark.slow
 def test_damaged_programs_are_rebuilt_in_silence(tmp_path, caplog):
     """Whatever is done to the files, the step gives its result."""
     source = """

@@ -294,6 +294,7 @@ assert (step(np.ones(2), n=3)[0], use(np.ones(2))[0]) == (3, 4)
 """
 
 
+@pytest.mark.slow
 def test_cloudpickle_sends_the_steps_of_a_script_to_other_processes():
     """As it does with what is under `jax.jit`. Ray, dask and joblib pickle by it."""
     if not importlib.util.find_spec("ray"):  # To import it here would fix how it authenticates.

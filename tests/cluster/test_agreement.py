@@ -93,6 +93,7 @@ def disagreements(shared_pod, tmp_path_factory):
     return shared_pod(2).run(directory, script)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disagreement_is_an_error_on_all_ranks(disagreements, kind):
     errors, name = [], kind.replace(" ", "-") + " "
@@ -112,6 +113,7 @@ def test_a_disagreement_is_an_error_on_all_ranks(disagreements, kind):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.slow
 def test_an_xla_flag(tmp_path):
     script = """
     try:
@@ -316,6 +318,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LATER)
 def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
     """In the log of all after five seconds, and in the error of all."""

@@ -33,6 +33,7 @@ with sc.Session(mesh, rules=rules):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "count", "devices"),
     [pytest.param((4, 2), 2, 4, marks=pytest.mark.slow), ((2, 4), 4, 2)],
@@ -46,6 +47,7 @@ def test_the_whole_is_what_one_process_has(shared_pod, tmp_path, shape, count, d
         assert rank.said("total") == alone.said("total")
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("passed", ["state, batch", "state, batch=batch"])
 def test_a_call_like_the_one_before_does_not_read_its_state(shared_pod, tmp_path, passed):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""
@@ -211,6 +213,7 @@ say("same")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["cpp", pytest.param("public", marks=pytest.mark.slow)])
 def test_arrays_of_a_pod_are_those_that_jax_makes(tmp_path, dispatch):
     variables = {"STEPCACHE_DISPATCH": dispatch}

@@ -408,6 +408,7 @@ def test_handlers_are_given_back(asking):
     assert before == after
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_nothing(place):
     """Neither ranks nor what they have started, though they ignore what can be ignored."""
     body = """\
@@ -434,6 +435,7 @@ def test_what_ranks_leave_behind_ends_with_them(place):
     assert_gone(place, seconds=0)
 
 
+@pytest.mark.slow
 def test_a_terminal(place):
     """Colours; and Ctrl-C, which the terminal sends to all in the foreground, comes once."""
     leader, follower = pty.openpty()
@@ -469,6 +471,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_when_nobody_listens_any_more_ranks_end(place):
     body = "while True:\n    print('line')\n    time.sleep(0.01)"
     with subprocess.Popen(command("-n", 2, script(body)), stdout=subprocess.PIPE) as launcher:

@@ -118,7 +118,7 @@ def says_who_has_gone(rank, victim, *, killed=True):
     return True
 
 
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=10)
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_the_others_say_who_has_gone(together, point, victim):
     check(together((point, victim)), point, victim)
@@ -256,6 +256,7 @@ def saving(directory, point, victim):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "victim"), SAVED)
 def test_what_was_saved_is_whole(together, tmp_path, point, victim):
     ranks, restored = together((point, victim))
@@ -275,6 +276,7 @@ def raises_or_says(ranks, victim):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(7))])
 def test_the_coordinator_is_killed_during_steps(tmp_path, turn):
     """JAX aborts the others within a fraction of a second: the error is raised before."""
@@ -387,6 +389,7 @@ def ending(directory, how, victim):
     return run_pod(directory, script, 3, limit=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "victim"),
     [*ENDED[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in ENDED[2:])],
@@ -511,6 +514,7 @@ say("still there")
 """
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_shut_down_is_not_lost(together):
     for rank in succeeded(together("shut down")):
         assert "still there" in rank.output and "is lost" not in rank.output, rank.output
@@ -542,6 +546,7 @@ for turn in range(2):
 """
 
 
+@pytest.mark.slow
 def test_the_next_pod_of_a_process(together):
     """`jax.distributed.shutdown`, and a new one, over other devices."""
     for rank in succeeded(together("next pod")):
@@ -569,6 +574,7 @@ with sc.Session(mesh_of(2)) if RANK == 2 else sc.Session():
 """
 
 
+@pytest.mark.slow
 def test_meshes_of_some_ranks_and_sessions_one_after_the_other(together):
     """A rank that is in no session, or has left another one, is not waited for."""
     ranks = succeeded(together("some ranks"))

@@ -46,6 +46,7 @@ def switching_at_once():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 def test_the_watching_thread_reads_sessions_while_another_enters_and_leaves(switching_at_once):
     watch, over = object.__new__(Watch), threading.Event()
     watch._sessions, watch._inside, watch._failure = {}, [], ""

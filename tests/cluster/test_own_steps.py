@@ -1,5 +1,7 @@
 """Steps that each process of a pod calls for itself, without a session."""
 
+import pytest
+
 from tests.cluster.pods import run_pod, succeeded
 
 ALONE = """
@@ -26,6 +28,7 @@ say("others", [numbers for *_, numbers in ahead if not {own.id} & {*numbers}])
 """
 
 
+@pytest.mark.slow
 def test_steps_that_each_process_calls_for_itself(tmp_path):
     """They share a directory. Each process loads the program onto its own device."""
     for run in range(3):

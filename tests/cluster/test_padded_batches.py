@@ -33,6 +33,7 @@ def numbers(rank, word):
     return [[float(number) for number in line.split()] for line in rank.said(word)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_pad_their_parts(tmp_path, devices):
     """Parts may differ in size: the losses are those of one process."""

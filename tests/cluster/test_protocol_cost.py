@@ -11,6 +11,7 @@ from benchmarks.pod_protocol import QUICK
 from tests.cluster.pods import ROOT
 from tests.forking import start
 
+pytestmark = pytest.mark.slow  # Five pods of some dozen processes.
 BENCHMARK = ROOT / "benchmarks" / "pod_protocol.py"
 COUNTS = (8, 24)
 PODS = (("keys", "quiet", "late"), ("never comes", "lost"))

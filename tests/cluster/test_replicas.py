@@ -106,6 +106,7 @@ def ranks(tmp_path_factory):
     return succeeded(run_pod(tmp_path_factory.mktemp("replicas"), SCRIPT, 3))
 
 
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_values_that_differ_are_an_error_that_names_path_and_ranks(ranks, name):
     errors = set()
@@ -212,6 +213,7 @@ with sc.Session(mesh, rules=rules, check_replicas_every=3):
 """
 
 
+@pytest.mark.slow
 def test_what_comes_apart_in_a_run_is_found_at_every_so_many_calls(tmp_path):
     ranks = succeeded(run_pod(tmp_path, EVERY, 2, devices=2))
     for rank in ranks:
@@ -273,6 +275,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checksum_changes_with_any_word(kind):
     with jax.enable_x64(True):

@@ -123,7 +123,7 @@ def test_what_is_not_vouched_for_is_traced_by_all_and_compiled_by_one(run, tmp_p
         assert levels(run(tmp_path / "a", 3, cache, inside=inside)) == ["3", "2", "2"]
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [(1, 2, 3), (2,)])
 @pytest.mark.parametrize("inside", ["time.time()", "time.time() if RANK else None"])
 def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(run, tmp_path, held, inside):
@@ -153,6 +153,7 @@ def test_another_program_is_compiled_by_one_where_all_have_some(run, tmp_path):
     assert levels(run(tmp_path / "a", 3, cache, inside="batch = batch * 1.0")) == ["3", "1", "1"]
 
 
+@pytest.mark.slow
 def test_what_others_hold_but_does_not_load_is_built(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache, inside="time.time()")
@@ -185,6 +186,7 @@ def test_a_rank_that_fails_to_trace_what_all_have_to_trace_holds_up_nobody(share
     assert "AgreementError" in told[0] and "rank 1: ValueError: not here" in told[2]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_built_by_each(run, tmp_path):
     inside = "jax.debug.callback(lambda: None)"
     ranks = run(tmp_path / "a", 2, "off", inside=inside)
@@ -271,6 +273,7 @@ patch(broadcast, CHUNK_BYTES=256)
     assert levels(ranks) == ["3", "1", "1"]
 
 
+@pytest.mark.slow
 def test_pieces_are_not_kept_for_those_who_have_the_program(run, tmp_path):
     before = """
 from stepcache.distributed import broadcast
@@ -306,6 +309,7 @@ def relayed(ranks):
     return [[int(number) for number in rank.said("relayed")[0].split()] for rank in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", ["pass", "time.time()"])
 def test_large_programs_go_from_rank_to_rank(run, tmp_path, inside):
     """Each passes them on to one other here, and none are read from the service of rank 0."""
@@ -341,6 +345,7 @@ if RANK == 0:
 """
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("trouble", [CUT_OFF, NO_LISTENING, TAMPERED])
 def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(run, tmp_path, trouble):
     ranks = run(tmp_path / "a", 4, "off", RELAYED + trouble)
@@ -351,6 +356,7 @@ def test_what_cannot_go_from_rank_to_rank_comes_in_pieces(run, tmp_path, trouble
         assert pieces == [0, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_all_take_the_trace_where_one_asks_for_it(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 2, cache)
@@ -377,6 +383,7 @@ def test_the_ledger_compares_the_ranks(tmp_path, cache):
     assert told["slowest"]["compile"] == 0 and told["slowest"]["wait"] in (1, 2)
 
 
+@pytest.mark.slow
 def test_a_miss_and_an_explanation_name_the_ranks(shared_pod, tmp_path):
     script = """
     step = sc.step(lambda batch: batch.sum(), batch="batch")

@@ -76,6 +76,7 @@ def check(directory, way, seed):
 TOGETHER = {way: functools.partial(check, way=way, seed=1) for way in ("STOP", "raise", "end")}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=3)
 @pytest.mark.parametrize("way", TOGETHER)
 def test_a_sample(together, way):

@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "name"), CASES)
 def test_a_script_on_two_ranks(runs, which, name):
     plain, cold, warm = runs(which)

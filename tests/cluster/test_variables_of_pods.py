@@ -133,6 +133,7 @@ def whole(shared_pod, tmp_path_factory):
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_what_was_saved_goes_on_on_another_number_of_processes(
     shared_pod, whole, tmp_path, before, after
@@ -188,6 +189,7 @@ with session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_several_things_are_saved_together(shared_pod, inside, tmp_path):
     for rank in succeeded(shared_pod(2).run(tmp_path, TOGETHER.format(inside=inside))):

@@ -36,6 +36,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("victim", "signal"), CASES)
 def test_a_signal_ends_it_and_the_others_know(together, victim, signal):

@@ -212,6 +212,7 @@ def ranks(request, tmp_path_factory):
     return request.param, runs
 
 
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_runs_and_is_compiled_once(ranks, name):
     cache, runs = ranks

@@ -76,6 +76,7 @@ def agree(loop):
     same(values(*ours.objects), values(*theirs.objects))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": (0, 1)}])
 def test_a_training_loop_is_equal_to_the_bit(options):
     objects, others = make_small(), make_small()
@@ -140,7 +141,7 @@ CHANGES = (assign, assign_unseen, assign_host_array, assign_weak, assign_one_ele
 CHANGES += (replace_variable, replace_module, update_all, reset_metadata)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_between_calls_is_seen(loop, change):
     for each in loop:
@@ -188,7 +189,7 @@ LOOKS = {
 }
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("look", LOOKS)
 def test_who_looks_sees_values(loop, look):
     """As often as between any two calls; what is called may also change the module."""

@@ -434,6 +434,7 @@ def scaled_by(factor):
     return lambda x: factor * x
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_step_that_makes_modules_needs_no_trace_later(graph, tmp_path):
     def create():

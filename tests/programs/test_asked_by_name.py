@@ -71,7 +71,7 @@ def program(read, edit="# Edited."):
     return PROGRAM.replace("READ", read).replace("# Edited.", edit)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize(
     "read",
     [

@@ -252,6 +252,7 @@ if child:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="whether JAX is running is a private name")
 def test_a_forked_child_waits_for_no_lock_of_a_job_of_its_parent():
@@ -596,6 +597,7 @@ def test_a_job_that_can_wait_runs_again_once_no_step_is_being_started(monkeypatc
     assert runs == [False, True]
 
 
+@pytest.mark.sample(every=2)
 @stored
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_verification_that_fails_as_the_process_ends_says_nothing(ends, tmp_path, monkeypatch):

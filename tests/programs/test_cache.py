@@ -233,6 +233,7 @@ MemoryPrograms.release = lambda self, number: print("released")
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_does_not_drop_its_programs_one_by_one():
     environment = dict(os.environ, STEPCACHE_DIR="off")
     command = [sys.executable, "-c", EXIT]

@@ -1129,6 +1129,7 @@ def test_killed_at_any_stage_of_a_publish(directory):
         assert (new, left) == ((True, 0) if stage in published else (False, 1)), stage
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
     """Two stories in one process, for its start costs more than they do."""
     body = """
@@ -1171,6 +1172,7 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
     assert again == ["anew", 1] and healthy and limited == 0 and left == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_eight_processes_at_once(directory, seconds):
     """They open, publish, read, list, evict and discard: nothing is torn, and none is refused."""

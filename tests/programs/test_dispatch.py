@@ -144,6 +144,7 @@ def test_keyword_order_is_no_difference():
         f(b=2.0, a=1)
 
 
+@pytest.mark.slow
 def test_a_private_name_that_is_gone_is_warned_of_once_and_missed_by_nobody():
     import subprocess
     import sys

@@ -134,6 +134,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("when", "how"), CASES)
 def test_a_process_ends_as_if_nothing_were_under_way(when, how, ended, stored, tmp_path):
     directory = tmp_path / "programs"

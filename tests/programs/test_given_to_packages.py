@@ -87,7 +87,7 @@ def program(given: str, after_another_step: bool) -> str:
     return PROGRAM.replace("GIVEN", f"given_pkg.{given}").replace("FIRST", str(after_another_step))
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize(
     ("given", "read"),
     [

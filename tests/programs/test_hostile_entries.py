@@ -259,7 +259,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_malformed_build_is_refused(name, directory):
     spoil(directory, CALLS[name])

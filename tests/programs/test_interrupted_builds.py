@@ -265,6 +265,7 @@ def test_an_interrupt_while_a_session_is_entered_or_left_leaves_it():
     assert interrupted_everywhere(inside, work, after, skipped=last) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupted_build_leaves_the_process_as_it_was(tmp_path, every):
     cache = sc.ProgramCache(tmp_path)

@@ -228,6 +228,7 @@ def layers(x):
     return x.sum()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -154,6 +154,7 @@ print("; ".join(step.last_miss.untrackable))
 """
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says when a process began")
 @pytest.mark.parametrize("earlier", ["json", "installed_after_bash"])
 def test_a_shell_that_installs_packages_and_becomes_python(earlier, tmp_path):
@@ -187,6 +188,7 @@ assert module_contents.was_read_after_ns("installed") < os.stat(installed.__file
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_after_its_imports(tmp_path):
     (tmp_path / "installed.py").write_text("")
     variables = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}

@@ -413,6 +413,7 @@ def test_packages_read_some_attributes_of_their_own_objects_alone(package, attri
     assert owners_of(attribute, source) <= set(owners.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_jax_asks_of_objects_that_are_none_of_its_own(every):
     script = Path(__file__).with_name("ask_jax.py")

@@ -103,7 +103,7 @@ def again(built, tmp_path):
     return tmp_path / "programs", script
 
 
-@pytest.mark.sample(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_and_named(name, again):
     programs, script = again
@@ -113,6 +113,7 @@ def test_a_change_is_seen_and_named(name, again):
     assert level > 1 and named in told, told
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=5)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_surroundings(name, again, tmp_path):
@@ -122,6 +123,7 @@ def test_harmless_surroundings(name, again, tmp_path):
     assert level == 1, told
 
 
+@pytest.mark.slow
 def test_other_places(again, tmp_path):
     """Another directory to run in, another checkout, a file touched, a module run by its name."""
     programs, script = again

@@ -130,6 +130,7 @@ def read(given):
     assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("keep", "read"),
     [
@@ -210,6 +211,7 @@ def test_a_constructor_that_a_package_calls_counts_and_others_do_not(make, insta
         start(source.replace("self.factor = 2", "self.factor = 3"), "read_pkg", tmp_path)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("decorator", ["", "@dataclasses.dataclass", "@flax.struct.dataclass"])
 @pytest.mark.parametrize(
     ("field", "edit"),
@@ -300,6 +302,7 @@ def test_a_package_may_make_attributes_of_keys(install, tmp_path):
     assert "config.rate" in str(edited.step.last_miss)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("imported", "drawn"),
     [

@@ -193,6 +193,7 @@ for name, opener in openers.items():
 """
 
 
+@pytest.mark.slow
 def test_files_are_seen_however_they_are_opened(tmp_path):
     np.save(tmp_path / "data.npy", np.arange(3.0))
     command = [sys.executable, "-c", OPENERS, str(tmp_path / "data.npy")]
@@ -290,6 +291,7 @@ def test_calls_of_c_are_told_apart_by_whose_they_are(call, named):
         assert named in "\n".join(recording.impure)
 
 
+@pytest.mark.slow
 def test_no_files_are_watched_for_what_opens_none(tmp_path):
     """An audit hook cannot be taken away, and is called for each `id()` of the process."""
     script = """

@@ -142,6 +142,7 @@ def test_what_one_machine_builds_another_loads(url, tmp_path):
     assert machine.run("first") == [(0, 0, 2)] and again.archive().remote is None
 
 
+@pytest.mark.sample(every=2)
 def test_processes_with_empty_directories(url, tmp_path):
     """As a user has it: by the environment alone, with warnings as errors, and at once."""
     script = tmp_path / "train.py"
@@ -275,6 +276,7 @@ def test_who_only_reads(bucket, server, tmp_path, monkeypatch):
     assert "PUT" not in server.behave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("ends", marks=pytest.mark.slow), "is ended"])
 def test_a_process_does_not_wait_for_uploads(bucket, server, tmp_path, how):
     """The store hangs when something is written to it."""
@@ -347,6 +349,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_is_forged_is_a_miss(bucket, server, tmp_path, forgery):
     Machine(bucket, tmp_path).run()
@@ -516,6 +519,7 @@ def test_threads_wait_for_the_same_requests(bucket, server, tmp_path):
 # ---- beside other parts --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_rank_of_a_pod_asks_for_all(bucket, server, tmp_path):
     script = """
     with sc.Session(mesh) as session:
@@ -544,6 +548,7 @@ def test_the_first_rank_of_a_pod_asks_for_all(bucket, server, tmp_path):
     assert set(requests) == {"GET"} and 3 <= requests["GET"] < 6
 
 
+@pytest.mark.slow
 def test_the_command_line(bucket, server, tmp_path, monkeypatch):
     from click.testing import CliRunner
 

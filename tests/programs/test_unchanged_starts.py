@@ -517,6 +517,7 @@ def test_a_first_trace_that_makes_a_float_of_a_number(install, tmp_path):
         assert not found.update.last_miss.stored
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("old", "new", "traces"),
     [
@@ -536,6 +537,7 @@ def test_a_program_after_a_first_trace_is_found_after_no_other(old, new, traces,
     assert found.update.stats().traces == traces, found.update.last_miss
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("old", "new", "traces"),
     [

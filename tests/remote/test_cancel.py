@@ -56,6 +56,7 @@ def cancelled(looked):
     return found
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("kind", ["tree", "variables"])
 def test_training_goes_on_from_the_last_step_that_was_not_cancelled(session, busy, kind):
     tree = {"a": np.zeros(3, np.float32), "b": (np.float32(0),)}
@@ -77,6 +78,7 @@ def test_training_goes_on_from_the_last_step_that_was_not_cancelled(session, bus
         np.testing.assert_array_equal(leaf, 27 - count)
 
 
+@pytest.mark.slow
 def test_what_is_given_a_cancelled_output_is_cancelled_with_it(session, busy):
     """A push of it, too, and the optimizer's state is whole."""
     tree = {"w": np.float32(1)}
@@ -97,6 +99,7 @@ def test_what_is_given_a_cancelled_output_is_cancelled_with_it(session, busy):
     assert weights.value["w"] == np.float32(0.5 - 0.5 * 1.9)
 
 
+@pytest.mark.slow
 def test_pushes_and_what_they_need_are_not_cancelled(session, busy):
     write = sc.Write("apply", optimizer=optax.sgd(0.5, momentum=0.9))
     other, weights = (sc.Variables(np.float32(1), name=n, write=write) for n in "ab")
@@ -121,6 +124,7 @@ def test_a_first_state_that_was_cancelled(session, busy):
         float(mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "session", ["2x1", pytest.param("1x2", marks=pytest.mark.slow)], indirect=True
 )
@@ -175,6 +179,7 @@ def test_clients_cancel_what_is_their_own(running):
     second.close()
 
 
+@pytest.mark.slow
 def test_tasks_that_are_lost_during_a_cancel(running):
     with running("2x1").session() as session:
         state = sc.Variables(np.float32(0), name="state")

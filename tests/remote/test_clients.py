@@ -28,6 +28,7 @@ def served(tmp_path_factory):
     tasks.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_clients(served):
     """Each has variables of its own, under one name; they run at the same time, and leave."""
     errors = []
@@ -59,6 +60,7 @@ def test_a_hundred_clients(served):
     session.close()
 
 
+@pytest.mark.slow
 def test_threads_of_one_client_wait_for_their_own(one_task):
     """What one thread receives for another reaches it."""
     errors = []
@@ -124,6 +126,7 @@ def test_a_long_run_does_not_keep_other_threads_from_the_tasks(one_task):
     assert not waits.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ask", "wait"])
 def test_tasks_that_are_lost_just_before_a_thread_waits(running, name, monkeypatch):
     """Another thread has been told; this one must not wait for the tasks of before."""
@@ -154,6 +157,7 @@ def test_tasks_that_are_lost_just_before_a_thread_waits(running, name, monkeypat
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_of_a_client_cannot_use_its_session_and_does_not_end_it(served):
     script = f"""
@@ -180,6 +184,7 @@ def test_a_fork_of_a_client_cannot_use_its_session_and_does_not_end_it(served):
     assert result.stdout.split() == ["True", "3.0"], result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_client_comes_back_at_once(served):
     """Also while a process that it has forked keeps its socket open."""

@@ -466,6 +466,7 @@ def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
         assert done == sorted(done) and (not runs or done[-1] == runs)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("tasks", [1, 10, 1000])
 def test_a_client_sends_one_message_whatever_the_number_of_tasks(tasks):
     network = Network(tasks)
@@ -547,6 +548,7 @@ def noise(chance):
     return message._replace(body=packed(**body), blob=blob).encoded(), False
 
 
+@pytest.mark.slow
 def test_malformed_messages_are_counted_and_nothing_else(one_task):
     connection = one_task._scope.target.connection
     found = address(connection.where)

@@ -85,6 +85,7 @@ def test_variables_that_are_passed_twice_keep_their_value(one_task):
     assert state.value == 4
 
 
+@pytest.mark.sample(every=2)
 def test_what_a_failed_step_has_lost_can_be_restored(session, tmp_path):
     write = sc.Write("apply", optimizer=optax.sgd(0.5, momentum=0.9))
     state = sc.Variables(np.ones(4, np.float32), name="lost by a step", write=write)

@@ -51,6 +51,7 @@ def stepcache(*arguments, cache=None):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "number"),
     [
@@ -125,6 +126,7 @@ def test_the_coordinator_ends_and_everybody_knows(tmp_path):
     wait_until(lambda: all(map(has_ended, tasks)))
 
 
+@pytest.mark.slow
 def test_a_named_client_is_killed_comes_back_and_goes_on(tmp_path):
     script = """
     session = sc.Session(target="local:1x1", name="train")
@@ -207,6 +209,7 @@ def test_tasks_that_cannot_be_started_again_are_no_hang(tmp_path, caplog):
     assert not running.is_alive() and "cannot be started again: OSError: no more" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_killed_client_leaves_no_directory(tmp_path):
     script = """
     session = sc.Session(target="local:1x1")

@@ -50,6 +50,7 @@ def no_more_files(pid):
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_a_run_that_fails_on_one_task_alone_ends_for_all(running):
     """The other task waits for it in a collective."""
@@ -69,6 +70,7 @@ def test_a_run_that_fails_on_one_task_alone_ends_for_all(running):
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_a_value_that_one_task_alone_does_not_get_ends_for_all(running):
     """They would go on with different values."""
@@ -89,6 +91,7 @@ def test_a_value_that_one_task_alone_does_not_get_ends_for_all(running):
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
 def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(running, tmp_path):
     """An error for the client; the tasks go on with what they hold, and the checkpoint is whole."""
@@ -112,6 +115,7 @@ def test_a_checkpoint_that_one_task_alone_cannot_take_part_in(running, tmp_path)
     session.close()
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("on_hang", ["warn", "error"])
 def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
     caplog.set_level(logging.WARNING, "stepcache")
@@ -172,6 +176,7 @@ def test_an_answer_that_was_not_read_in_time_is_not_a_hang(running, monkeypatch,
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_compilation_is_not_taken_for_a_hang(running):
     with running("1x1").session(hang_after=0.05, on_hang="error") as session:
 
@@ -239,6 +244,7 @@ def test_a_deadline_ends_a_call_whose_values_nobody_takes(running):
     session.close()
 
 
+@pytest.mark.slow
 def test_a_task_that_is_stopped_is_lost(running):
     with running("2x1").session(hang_after=0.5) as session:
         state = sc.Variables(np.float32(0), name="state")
@@ -253,6 +259,7 @@ def test_a_task_that_is_stopped_is_lost(running):
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_hang", ["warn", "error"])
 def test_a_coordinator_that_is_stopped(running, on_hang, caplog, monkeypatch):
     monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.5)
@@ -276,6 +283,7 @@ def test_a_coordinator_that_is_stopped(running, on_hang, caplog, monkeypatch):
     session.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_is_stopped_stops_nobody_else(one_task):
     connection = one_task._scope.target.connection
     script = f"""

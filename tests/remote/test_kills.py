@@ -172,6 +172,7 @@ with sc.Session(target="local:{directory}", name="shares"):
 """
 
 
+@pytest.mark.slow
 def test_a_client_ends_before_its_memory_is_opened(served):
     """The steps that bring this memory are run by no task, and those before it by all."""
     with served.session(name="other") as session:

@@ -36,6 +36,7 @@ def until_lost(state):
         total.block_until_ready()
 
 
+@pytest.mark.slow
 def test_actors_run_steps_and_are_found_by_name_and_started_again(pool):
     with sc.Session(target=f"ray:{pool}", name="train") as session:
         state = sc.Variables(np.float32(0), name="state")

@@ -40,6 +40,7 @@ def test_updates_are_added_on_the_tasks(session):
     assert variables.version == 2
 
 
+@pytest.mark.sample(every=2)
 def test_an_optimizer_runs_on_the_tasks(session):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     variables = sc.Variables(
@@ -79,6 +80,7 @@ def test_sums_of_every_are_added_up_here(session):
     same(variables.value, jax.tree.map(lambda x: x * 4, tree()))
 
 
+@pytest.mark.sample(every=2)
 def test_random_keys_and_narrow_types(session):
     value = {"key": jax.random.key(7), "x": jnp.ones(3, jnp.bfloat16), "n": np.int32(4)}
     variables = sc.Variables(value, name="of many types")

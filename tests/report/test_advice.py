@@ -100,6 +100,7 @@ def test_costs_follow_from_links_and_from_how_often_a_value_is_read(session):
     assert by_policy(twice)["Read(route='each')"].seconds == pytest.approx(0.012 - 0.004 + 0.016)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("step", [total, decay], ids=lambda step: step.__name__)
 def test_the_bytes_of_each_policy_are_those_that_move(devices, step):
@@ -153,6 +154,7 @@ def test_what_takes_too_long_to_try_is_predicted(session, monkeypatch):
         assert "measured on 2026-01-02" in str(sc.advise(decay, held(), 1.0))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("between", [1, 8])
 def test_policies_are_tried_with_the_step(session, monkeypatch, between):
     """Here a read of the master copy takes 20 ms, and by one route 40."""
@@ -228,6 +230,7 @@ def test_what_cannot_be_advised(session):
         sc.advise(total, {"w": np.ones(3)}, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["predicted", pytest.param("tried", marks=pytest.mark.slow)])
 def test_served_variables_stay_as_they_are(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(measuring, "SIZES", (1 << 10, 1 << 14))
@@ -308,6 +311,7 @@ def test_links_are_measured_once_for_a_machine(tmp_path, monkeypatch):
             assert "once" in total.explain(held(), 1.0).plan.transfers[0].why, data
 
 
+@pytest.mark.slow
 def test_the_default_device_is_measured_once_too(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "own"))
     sc.advise(total, held(), 1.0)
@@ -350,6 +354,7 @@ with sc.Session(mesh):
 """
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_pod_measure_together(tmp_path):
     for rank in succeeded(run_pod(tmp_path, IN_A_POD)):
         assert "['auto'] Read(cache='device')" in rank.output

@@ -402,6 +402,7 @@ def random_plans(draw):
     return explained(*planned, mesh=mesh, step=draw(NAMES))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(random_plans())
 def test_no_text_overlaps_or_is_clipped(explanation):
@@ -431,6 +432,7 @@ def test_no_text_overlaps_or_is_clipped(explanation):
             assert not inside, (arrow, line)
 
 
+@pytest.mark.slow
 @given(st.text(), st.floats(40, 500), st.booleans())
 def test_wrapped_lines_fit_and_keep_every_letter(text, width, bold):
     lines = wrapped(text, width, 12, bold, most=10**6)
@@ -450,6 +452,7 @@ def test_lists_read_as_sentences():
     assert [listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
 
 
+@pytest.mark.slow
 def test_what_draws_is_loaded_by_who_draws():
     code = (
         "import sys, stepcache; assert 'stepcache.report.picture' not in sys.modules; "

@@ -196,6 +196,7 @@ def check_trace(trace):
             open_until.append(event["ts"] + event["dur"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed(tmp_path):
     """All that it had written half a second before is in the report."""
     programs = real_run(tmp_path, "kill")

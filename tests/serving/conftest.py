@@ -48,16 +48,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
-# Ray keeps it from its first use in a process on; and tests of remote steps import this file anew.
-TOKEN = os.environ.setdefault("STEPCACHE_TESTS_RAY_TOKEN", secrets.token_hex(32))
+# Ray reads both when it is imported, whichever test does that first.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 @pytest.fixture(scope="package")
 def ray_session():
     """One Ray for all tests, and for the processes that they start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported.
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
         command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
         head = subprocess.Popen(

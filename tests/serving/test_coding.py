@@ -153,6 +153,7 @@ def test_a_value_in_chunks_is_coded_as_in_one(size):
 # ---- error feedback ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @settings(max_examples=25, deadline=None)

@@ -23,6 +23,7 @@ def gradients(params, x, y):
     return jax.value_and_grad(lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_one_worker_has_the_losses_of_a_plain_loop(connection, name, optimizer):
     served = connection.variables(name, INIT, write=sc.Write(mode="apply", optimizer=optimizer))
@@ -40,6 +41,7 @@ def test_one_worker_has_the_losses_of_a_plain_loop(connection, name, optimizer):
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow
 def test_two_workers_in_turn_have_the_losses_of_a_large_batch(shared_server, name):
     """At staleness 0: each of a step's gradients is taken before any of them is pushed."""
     losses, expected, params = [], [], INIT

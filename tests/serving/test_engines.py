@@ -83,6 +83,7 @@ def test_a_reader_that_is_stopped_holds_nobody_up(server):
     assert is_done and len(done) == 50
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_goes_on_where_it_was(server):
     with server.connect() as connection:
         tree = {"w": np.zeros(3, np.float32)}
@@ -99,6 +100,7 @@ def test_a_server_that_is_stopped_goes_on_where_it_was(server):
         assert params.version == 4
 
 
+@pytest.mark.slow
 def test_a_client_that_asks_for_nothing_sends_again_what_is_lost(engine, tmp_path):
     server = engine(tmp_path / "server", snapshot_seconds=3600).start()
     with server.connect() as quiet, server.connect() as other:
@@ -113,6 +115,7 @@ def test_a_client_that_asks_for_nothing_sends_again_what_is_lost(engine, tmp_pat
     server.stop()
 
 
+@pytest.mark.slow
 def test_closing_waits_for_a_server_that_starts_again(engine, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(client, "_TOLD_SECONDS", 0.2)
     server = engine(tmp_path / "server", snapshot_seconds=3600).start()
@@ -151,6 +154,7 @@ print(params.version, flush=True)
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_process_may_close_its_connection_at_its_very_end(server, tmp_path):
     """When Python starts no thread any more."""
     size = 5 << 20
@@ -175,6 +179,7 @@ atexit.register(connection.close)
 # ---- the command line ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=3)
 def test_status(server, tmp_path):
     with server.connect() as connection:
         connection.variables("params", {"w": np.zeros(3, np.float32)})

@@ -48,7 +48,7 @@ def wait_until_killed(child):
 
 
 @pytest.mark.seeds(SEEDS)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize("point", [*OF_SERVERS, *OF_SOCKETS, *OF_IMAGES])
 def test_a_server_is_killed(tmp_path, point, seed):
     server = start_failing(LocalServer(tmp_path / "server", snapshot_seconds=0.1), point, seed)
@@ -63,6 +63,7 @@ def test_a_server_is_killed(tmp_path, point, seed):
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.seeds(SEEDS)
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize("point", OF_RESTARTS)
@@ -82,6 +83,7 @@ def test_a_server_is_killed_while_it_recovers(tmp_path, point, seed):
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.seeds(SEEDS)
 @pytest.mark.sample(every=5)
 @pytest.mark.parametrize("point", [*OF_CLIENTS, *OF_LOCAL_CLIENTS])

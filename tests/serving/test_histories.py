@@ -78,6 +78,7 @@ def wait_until_known(server, count):
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.seeds(40)
 def test_stops_of_the_server_and_of_a_client(server, tmp_path, seed):
     def disturb(moment, recorders, extra):
@@ -109,6 +110,7 @@ def test_kills_of_the_server_and_of_a_client(engine, tmp_path, seed):
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.seeds(40)
 def test_messages_are_lost_doubled_and_overtaken(tmp_path, seed):
     server = LocalServer(tmp_path / "server", snapshot_seconds=0.2).start()

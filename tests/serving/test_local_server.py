@@ -100,6 +100,7 @@ def test_a_late_request_of_an_old_connection_releases_nothing(server):
         new.close()
 
 
+@pytest.mark.slow
 def test_closed_connections_leave_no_memory_with_the_server(server):
     tree = {"w": np.zeros(20 << 20, np.uint8)}
     with server.connect() as connection:
@@ -123,6 +124,7 @@ def test_a_cpu_reads_the_memory_of_the_server(server):
     assert any(first <= buffer.unsafe_buffer_pointer() < last for first, last in ranges)
 
 
+@pytest.mark.slow
 def test_clients_forget_what_an_image_has(server):
     with server.connect(max_unsaved_bytes=1 << 20) as connection:
         tree = {"w": np.zeros(50_000, np.float32)}
@@ -144,6 +146,7 @@ def test_a_directory_has_one_server(server, tmp_path):
     assert code == 1 and "serves these variables already" in errors
 
 
+@pytest.mark.slow
 def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
     with server.connect(timeout=0.5) as connection:
         params = connection.variables("params", {"w": np.ones(3, np.float32)})
@@ -155,6 +158,7 @@ def test_a_server_whose_directory_is_removed_ends_with_one_error(server):
     assert not server.directory.exists()
 
 
+@pytest.mark.slow
 def test_a_server_of_a_new_directory_outlives_that_of_the_old_one(server, engine):
     shutil.rmtree(server.directory)
     other = engine(server.directory).start()
@@ -165,6 +169,7 @@ def test_a_server_of_a_new_directory_outlives_that_of_the_old_one(server, engine
     assert not Path(address(server.directory)["address"]).exists()
 
 
+@pytest.mark.slow
 def test_a_server_says_that_its_last_snapshot_lacks_writes(server):
     with server.connect() as connection:
         params = connection.variables("params", {"w": np.ones(2)})
@@ -206,6 +211,7 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
     assert f"chmod 700 {open_to_all}, or name another directory\n" in errors
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("name", ["under/a/file", "x" * 300], ids=["under a file", "too long"])
 def test_a_directory_that_cannot_be_made_is_an_error_without_a_traceback(tmp_path, name):
     (tmp_path / "under").write_text("")
@@ -321,6 +327,7 @@ def hostile(rng, server, epoch):
     return noise if rng.random() < 0.1 else joined(rng.choice(frames))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_messages_that_are_none_do_no_harm(server, count):
     rng, before_bytes = random.Random(3), 0
@@ -363,6 +370,7 @@ def resident_bytes(server):
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_client_cannot_write_in_its_name(server):
     """Nor does it wait for a thread that held the client when it was forked."""
     script = f"""
@@ -395,6 +403,7 @@ def test_a_fork_of_a_client_cannot_write_in_its_name(server):
     subprocess.run(command, check=True, timeout=60)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("wrong", [struct.pack("<IQ", 1, 5 << 30), b"\0" * 4, b"\xff" * 12])
 def test_what_is_no_message_ends_only_its_connection(server, wrong):
     channel = channel_to(server)
@@ -434,6 +443,7 @@ with own_server("local:any") as found:
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_a_process_has_started_for_itself_ends_with_it(tmp_path):
     command, pipe = [sys.executable, "-c", OWNER], subprocess.PIPE
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
@@ -451,6 +461,7 @@ def test_a_server_that_a_process_has_started_for_itself_ends_with_it(tmp_path):
         server.signal(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_request_of_many_bytes_beside_its_value(server):
     """An optimizer may have captured arrays, for example."""
     with server.connect(timeout=10) as connection:

@@ -118,6 +118,7 @@ def test_another_optimizer_warns_and_the_stored_one_goes_on(connection, name, ca
     check(first, [stored] * 2)
 
 
+@pytest.mark.sample(every=2)
 def test_an_optimizer_is_replaced_and_the_state_kept(server, name):
     stored, other = optax.adam(0.1), optax.adam(0.01)
     with server.connect() as connection:
@@ -143,6 +144,7 @@ def test_an_optimizer_is_replaced_and_the_state_kept(server, name):
         check(again, [stored, *[other] * 4])
 
 
+@pytest.mark.sample(every=2)
 def test_state_of_other_types_is_made_anew(connection, name):
     params = opened(connection, name, optax.adam(0.1))
     for _ in range(2):
@@ -156,6 +158,7 @@ def test_state_of_other_types_is_made_anew(connection, name):
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-5)
 
 
+@pytest.mark.sample(every=2)
 def test_a_learning_rate_in_the_state_is_replaced(connection, name):
     made = optax.inject_hyperparams(optax.sgd)
     params = opened(connection, name, made(0.1, momentum=0.9))
@@ -196,6 +199,7 @@ def test_only_an_optimizer_is_replaced(connection, name):
 # ---- tables --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_table_is_replaced(server):
     def opened(connection, optimizer, **options):
         return connection.table("users", 10, (2,), optimizer=optimizer, **options)

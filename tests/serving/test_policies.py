@@ -229,6 +229,7 @@ def test_what_a_read_ahead_raises_is_raised_by_the_next_call(connection, name, m
     assert look(mine) == 0
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_does_not_wait_for_a_read_ahead(engine, tmp_path):
     server = engine(tmp_path / "server").start()
     script, go = tmp_path / "reader.py", tmp_path / "go"

@@ -119,6 +119,7 @@ except sc.VariablesError as error:
 # ---- the object store ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_readers_map_one_copy_of_a_version(server, actor):
     import ray
 
@@ -253,6 +254,7 @@ def test_an_actor_whose_last_snapshot_fails_goes_on(server):
         assert "3 writes" in server.stop()
 
 
+@pytest.mark.slow
 def test_an_actor_that_was_stopped_is_replaced(server, actor):
     import ray
 

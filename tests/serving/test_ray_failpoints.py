@@ -54,6 +54,7 @@ def wait_for_another(server, epoch):
     server.pid = about.pid
 
 
+@pytest.mark.slow
 @pytest.mark.seeds(SEEDS)
 @pytest.mark.sample(every=20)
 @pytest.mark.parametrize("kind, point", cases(SERVERS))

@@ -20,6 +20,7 @@ def engine(ray_session):
     return RayServer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, is_shared", [(RayServer, True), (RayCalls, False)])
 def test_memory_is_shared_with_processes_of_the_machine(engine, tmp_path, kind, is_shared):
     server = kind(tmp_path / "server").start()
@@ -32,6 +33,7 @@ def test_memory_is_shared_with_processes_of_the_machine(engine, tmp_path, kind, 
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_socket_that_never_answers_is_left_alone(server, monkeypatch):
     from stepcache.serving import ray_transport
 

@@ -45,6 +45,7 @@ def test_only_rows_that_somebody_has_updated_are_sent_again(connection, name, mo
     assert looked_up(cached, [1, 2, 3], moved) == ([0, 1, 1], SENT + 2 * ASKED)
 
 
+@pytest.mark.sample(every=2)
 def test_a_copy_serves_so_many_more_lookups(connection, name, moved):
     cached, other = tables(connection, name, read=sc.Read(cache="device", max_staleness=2))
     assert looked_up(cached, [1, 2], moved) == ([0, 0], 2 * SENT)
@@ -74,6 +75,7 @@ def test_copies_of_an_epoch_say_nothing_about_another(server, moved):
         assert looked_up(cached, [1, 2, 3], moved) == ([2, 1, 1], 2 * ASKED + SENT)
 
 
+@pytest.mark.slow
 def test_a_cache_of_few_rows_changes_nothing_but_the_bytes(connection, name, moved):
     random = np.random.default_rng(0)
     options = {"read": sc.Read(cache="device"), "cache_rows": 12}

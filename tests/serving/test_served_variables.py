@@ -40,6 +40,7 @@ def grow(state, x):
 # ---- what a step sees ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("size", [1, SIZE, LARGE])
 def test_a_step_sees_what_another_process_has_written(connection, name, size):
     mine, theirs = two(connection, name, size=size, write=sc.Write(mode="add"))
@@ -121,6 +122,7 @@ def test_a_copy_serves_no_longer_than_its_age(connection, name):
     assert total(mine, 1.0) == 1
 
 
+@pytest.mark.slow
 def test_many_may_open_the_same_variables_at_once(connection, name):
     write = sc.Write(mode="apply", optimizer=optax.sgd(1.0))
     writes = [write, write, sc.Write(), write]  # One only reads.
@@ -276,6 +278,7 @@ def test_sums_of_fewer_updates_are_written_at_the_end(connection, name, end):
     assert mine.value["w"][0] == 12 and theirs.version == 4
 
 
+@pytest.mark.sample(every=2)
 def test_a_sum_that_is_refused_takes_no_other_with_it(connection, name, monkeypatch):
     def refused(asked, *args, **options):
         if asked.endswith("first"):
@@ -294,6 +297,7 @@ def test_a_sum_that_is_refused_takes_no_other_with_it(connection, name, monkeypa
     assert connection.variables(names[1], tree).value["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("how", ["push", "flush"])
 def test_a_sum_that_cannot_be_kept_is_pending_again(connection, name, how, monkeypatch):
     """A push that raises changes nothing, unless its write is kept to be repeated."""
@@ -320,6 +324,7 @@ def test_sums_of_a_loop_that_failed_are_not_written(connection, name):
     assert mine.version == 0 and mine.value["w"][0] == 0
 
 
+@pytest.mark.slow
 def test_sums_are_written_once_though_the_server_is_killed(engine, tmp_path):
     server = engine(tmp_path / "server", snapshot_seconds=3600).start()
     write, ones = sc.Write(mode="add", every=3), {"w": np.ones(SIZE, np.float32)}

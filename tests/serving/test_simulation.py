@@ -118,6 +118,7 @@ def test_writes_that_were_not_confirmed_in_time_are_done_exactly_once(block):
         check(Network(seed, faults=0.5), "", True)
 
 
+@pytest.mark.slow
 def test_coded_writes_are_done_exactly_once():
     for seed in range(50):
         check(Network(seed), "bf16")  # It has ones and zeros exactly.
@@ -368,6 +369,7 @@ def carry(each, name, value, base):
     return each.write(name, "assign", LAYOUT, [np.full(WRITES, value)], base=base.token)
 
 
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_only_one_that_carries_never_has_a_conflict(seed):
     network = Network(seed)
@@ -379,6 +381,7 @@ def test_the_only_one_that_carries_never_has_a_conflict(seed):
         assert found[0] == step and now.token == version.token
 
 
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_of_two_that_carry_none_writes_over_the_other(seed):
     network = Network(seed)
@@ -405,6 +408,7 @@ def test_of_two_that_carry_none_writes_over_the_other(seed):
     assert found == [done, done]
 
 
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_write_confirmed_after_those_of_others_is_not_taken_for_the_newest(seed):
     """The carried value and what others push meanwhile both count, as a step sees them."""

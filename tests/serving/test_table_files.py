@@ -417,6 +417,7 @@ def test_a_full_container_has_nothing_available(tmp_path):
     assert table_files._left_bytes(tmp_path, "limit", "taken") == 0
 
 
+@pytest.mark.slow
 def test_memory_of_rows_that_nobody_writes_to_is_given_back(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "_available_bytes", lambda: 0)
     monkeypatch.setattr(durable_host, "_CHANGED_BYTES", 60 << 20)
@@ -546,6 +547,7 @@ def test_a_table_without_room_is_refused(tmp_path):
     writer.durable.close()
 
 
+@pytest.mark.slow
 def test_wide_rows_and_rows_across_pages(tmp_path):
     for width in (0, 1, 333, 1500):
         kind = TableType(50, [width], "float64", 0.0, 0, RowOptimizer("sgd", 1.0))

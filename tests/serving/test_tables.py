@@ -73,6 +73,7 @@ def test_each_row_moves_once(connection, name, moved):
     assert np.array_equal(again.spread()[0], spread[1, 0])
 
 
+@pytest.mark.sample(every=2)
 def test_batches_of_other_sizes_find_the_same_program(connection, name):
     table = connection.table(name, 1000, (4,))
 
@@ -114,6 +115,7 @@ def test_a_recommender_learns_what_a_dense_one_does(connection, name):
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.sample(every=2)
 def test_a_table_outlives_its_server(server):
     how = sc.RowOptimizer("adam", 0.1)
     with server.connect() as connection:

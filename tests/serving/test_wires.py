@@ -36,6 +36,7 @@ def bytes_written(connection):
     return sum(connection.status(host).counts.get("bytes written", 0) for host in hosts)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("cache", [None, "device", "host"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_a_coded_read_moves_is_what_explain_says(connection, name, moved, wire, cache):
@@ -108,6 +109,7 @@ def test_an_optimizer_gets_coded_gradients(connection, name, wire):
     np.testing.assert_allclose(losses[wire], losses[None], rtol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_a_coded_push_is_done_once_though_the_server_is_killed(engine, tmp_path, wire):
     server = engine(tmp_path / "server", snapshot_seconds=3600).start()
@@ -140,6 +142,7 @@ def test_coded_copies_on_a_mesh(connection, name, mesh, moved, rules):
     assert np.abs(np.asarray(seen) - normal()).max() <= np.abs(normal()).max() / 254 * 1.001
 
 
+@pytest.mark.sample(every=2)
 def test_a_call_may_take_a_value_twice_coded_and_exact(connection, name):
     tree = {"w": normal()}
     exact = connection.variables(name, tree)

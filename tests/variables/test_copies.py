@@ -537,7 +537,7 @@ def failing(one, mesh):
         sc.step(fail, carry="state")(one)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["no mesh", "1", "8"])
 @pytest.mark.parametrize("seed", range(3))
 def test_several_sessions_take_turns(mesh, seed):

@@ -144,7 +144,7 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
         assert misses == 1
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("mesh", "read"),
     [(mesh, sc.Read(prefetch=ahead)) for mesh in MESHES for ahead in (0, 1)]
@@ -411,6 +411,7 @@ def test_devices_without_memory_of_the_host(monkeypatch):
 # ---- reading, looking, assigning -------------------------------------------------------------
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("mesh", ["no mesh", "8"])
 def test_a_step_that_only_reads_changes_nothing(mesh, read):

@@ -78,6 +78,7 @@ def arrays(kind_tree):
     return tree, jax.tree.structure(tree), described(tree)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(trees, thresholds)
 def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):

@@ -22,6 +22,7 @@ def sharding(request, mesh):
     return jax.NamedSharding(mesh, jax.P("data") if request.param == "split" else jax.P())
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("dtype", list(map(np.dtype, TYPES)), ids=str)
 @pytest.mark.parametrize("may_alias", [True, None])
 def test_it_is_what_device_put_makes(sharding, dtype, may_alias):

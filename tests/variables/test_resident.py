@@ -60,7 +60,7 @@ def train(step, state, count=4):
     return state, outputs
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize(
     ("make", "session"),
     [(make, where) for make in (every_kind_of_leaf, one_array, no_leaf) for where in SESSIONS]
@@ -73,6 +73,7 @@ def test_a_loop_gives_the_same_as_with_the_plain_tree(make, session):
     check_a_loop(make, session, bits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=6)
 @pytest.mark.parametrize("session", ["eight devices"], indirect=True)
 @pytest.mark.parametrize("make", [adamw_and_a_schedule, nnx_module_and_optimizer, equinox_module])
@@ -231,6 +232,7 @@ def test_a_loop_makes_one_program_whatever_is_looked_at_or_assigned():
     assert step.stats().programs == 1
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize(
     "as_given",
@@ -257,6 +259,7 @@ def test_what_is_assigned_takes_the_place_and_type_of_what_was_there(as_given, o
         assert variables.version == 3 and int(variables.value["n"]) == 2
 
 
+@pytest.mark.sample(every=2)
 @everywhere
 def test_warm_builds_what_a_call_needs(session):
     step = sc.step(every_kind_of_leaf()[0], carry="state")
@@ -270,6 +273,7 @@ def test_warm_builds_what_a_call_needs(session):
     assert step.stats().compiles == 1
 
 
+@pytest.mark.sample(every=2)
 @everywhere
 def test_trace_and_lower_take_variables(session):
     step = sc.step(every_kind_of_leaf()[0], carry="state")

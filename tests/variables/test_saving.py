@@ -160,7 +160,7 @@ def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("point", ["writing", "between the names"])
 @pytest.mark.parametrize("then", ["restore", "save"])
 def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
@@ -282,6 +282,7 @@ ODD = [
 ]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("tree", ODD, ids=map(str, range(len(ODD))))
 def test_keys_that_orbax_cannot_hold_come_back(tree, tmp_path):
     tree = jax.tree.map(lambda number: np.full(2, number), tree)
@@ -313,6 +314,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("what", LEAVES)
 def test_every_kind_of_leaf_comes_back_as_its_template(what, tmp_path):
     leaf = LEAVES[what]
@@ -701,6 +703,7 @@ def test_a_failure_to_write_is_typed(tmp_path):
         sc.save(tmp_path / "file" / "saved", step=1)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_orbax_does_not_hold_up_the_next(tmp_path):
     body = """
     import resource

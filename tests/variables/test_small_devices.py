@@ -145,6 +145,7 @@ def told_by(script: str) -> dict:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("script", [HOST_VALUES, ARRAYS], ids=["host values", "arrays"])
 def test_a_state_larger_than_the_devices_memory_lives_on_the_host(script):

@@ -63,6 +63,7 @@ def together(*works) -> None:
         raise errors[0]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("write", ["step", "assign"])
 def test_whoever_reads_sees_whole_versions_in_order(write):
     variables, step, count = sc.Variables(full()), sc.step(add_one, carry="state"), 300

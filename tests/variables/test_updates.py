@@ -159,6 +159,7 @@ def test_an_optimizer_that_raises_changes_nothing(session, placement):
         near(variables.value, tree())
 
 
+@pytest.mark.sample(every=8)
 @pytest.mark.parametrize("way", ["push", "flush"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_updates_stay_pending_when_their_sum_cannot_be_written(way, error, session, placement):

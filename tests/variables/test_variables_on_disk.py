@@ -138,6 +138,7 @@ def test_two_programs_of_one_step_are_both_found(tmp_path):
     assert (second.stats().traces, second.stats().loads) == (0, 4), second.last_miss
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
