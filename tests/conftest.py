@@ -27,6 +27,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # a loaded machine can deadlock.
     os.environ.setdefault("NPROC", "32")
 
+import hypothesis
 import pytest
 from jax._src import compiler
 from jax.sharding import AxisType
@@ -80,7 +81,11 @@ def one_device_mesh():
 
 
 def pytest_configure(config):
-    """XLA's older emitters for fusions compile in half the time, where jaxlib still has them."""
+    """Few examples of what hypothesis makes. XLA's older emitters for fusions, which compile in
+    half the time, where jaxlib still has them."""
+    examples = 150 if slow_is_asked_for(config) else 15
+    hypothesis.settings.register_profile("ours", max_examples=examples, deadline=None)
+    hypothesis.settings.load_profile("ours")
     flags, has_them = os.environ.get("XLA_FLAGS", ""), version("jaxlib").startswith("0.10.")
     quickly = flags.startswith("--xla_backend_optimization_level=0")
     if quickly and has_them and not slow_is_asked_for(config):

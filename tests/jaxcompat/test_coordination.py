@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepcache.distributed import pod_events
@@ -82,7 +82,6 @@ def exchanged(contributions, merge=None):
         return dict(zip(ranks, pool.map(take_part, ranks), strict=True)), names
 
 
-@settings(max_examples=10, deadline=None)
 @given(CONTRIBUTIONS)
 def test_all_gather_what_each_contributes(contributions):
     results, _ = exchanged(contributions)

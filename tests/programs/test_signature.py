@@ -156,8 +156,8 @@ calls = st.tuples(trees, st.sampled_from([None, 1, 1.0, True, "s", (1, 2)]))
 
 
 def law(*strategies):
-    quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-    return lambda function: quick(given(*strategies)(function))
+    patient = settings(suppress_health_check=list(HealthCheck))
+    return lambda function: patient(given(*strategies)(function))
 
 
 def jax_key(tree, static):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepcache.programs.memory import MemoryPrograms
@@ -167,7 +167,6 @@ ACTIONS = st.lists(st.tuples(NAMES, st.none() | st.integers(1, BOUND + 2)), max_
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-@settings(max_examples=60, deadline=None)
 @given(actions=ACTIONS)
 def test_any_sequence_does_what_the_model_does(kind, actions):
     """Each action is a name and a size to put, or None to get."""

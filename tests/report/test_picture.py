@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -402,8 +402,6 @@ def random_plans(draw):
     return explained(*planned, mesh=mesh, step=draw(NAMES))
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(random_plans())
 def test_no_text_overlaps_or_is_clipped(explanation):
     svg = plan_svg(explanation)

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -156,7 +156,6 @@ def test_a_value_in_chunks_is_coded_as_in_one(size):
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-@settings(max_examples=25, deadline=None)
 @given(
     updates=st.lists(arrays.arrays(np.float32, BLOCK + 9, elements=NUMBERS), min_size=1, max_size=9)
 )

@@ -309,8 +309,7 @@ class StoreOracle(RuleBasedStateMachine):
 
 
 def test_no_copy_is_older_than_its_policy_allows():
-    quick = settings(max_examples=150, stateful_step_count=30, deadline=None)
-    run_state_machine_as_test(StoreOracle, settings=quick)
+    run_state_machine_as_test(StoreOracle, settings=settings(stateful_step_count=30))
 
 
 # ---- the policy, with arrays -----------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import raw
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -78,8 +78,6 @@ def arrays(kind_tree):
     return tree, jax.tree.structure(tree), described(tree)
 
 
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
 @given(trees, thresholds)
 def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):
     """On the host, in a program, and from one to the other."""
@@ -104,7 +102,6 @@ def test_unpacking_what_was_packed_gives_it_back(kind_tree, threshold):
     assert jax.tree.structure(Packed(layout, in_program).value()) == structure
 
 
-@settings(max_examples=100, deadline=None)
 @given(trees, thresholds)
 def test_buffers_are_covered_once_and_hold_what_belongs_together(kind_tree, threshold):
     _, structure, leaves = arrays(kind_tree)
@@ -129,7 +126,6 @@ def test_buffers_are_covered_once_and_hold_what_belongs_together(kind_tree, thre
     assert len(layout.buffers) >= len(alone)
 
 
-@settings(max_examples=60, deadline=None)
 @given(trees, trees, thresholds, thresholds)
 def test_equal_descriptions_have_one_layout_and_others_another(one, other, first, second):
     (_, structure, leaves), (_, other_structure, others) = arrays(one), arrays(other)

@@ -114,7 +114,7 @@ READS = st.builds(
 MESHES = [*SHAPES, "8 explicit", "4x2 explicit"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_predicted_bytes_are_the_bytes_that_move(data):
     """Over trees, meshes, placements and policies: what `explain` says before a call, what its

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -25,7 +25,6 @@ def largest_of_blocks(values):
 
 
 @pytest.mark.parametrize("wire", BOUNDS)
-@settings(max_examples=60, deadline=None)
 @given(
     values=arrays.arrays(np.float32, st.integers(1, 700), elements=NUMBERS),
     parts=st.sampled_from([1, 3, 8]),
