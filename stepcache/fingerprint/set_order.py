@@ -57,7 +57,8 @@ def loops_over_given(code: CodeType, frame: FrameType) -> bool:
         return False
     if origin_of_file(code.co_filename) != USER and not _is_given_set(code, frame):
         return False  # To look at the instructions of each takes long.
-    return any(_is_ordered_anew(_found(way, frame)) for way in _loops_of(code).ways)
+    ways = _loops_of(code).ways if _may_take(code) else ()
+    return any(_is_ordered_anew(_found(way, frame)) for way in ways)
 
 
 def where_looped_over(recording: Findings) -> list[str]:
@@ -111,6 +112,12 @@ def _may_make(code: CodeType) -> bool:
     )
 
 
+def _may_take(code: CodeType) -> bool:
+    """Whether code may take values from something in order."""
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
+    return not (_TAKING.isdisjoint(code.co_code[::2]) and _TAKERS.isdisjoint(names))
+
+
 def _makes_set(value: Any) -> bool:
     """Whether a constant is the code of a comprehension that makes a set (until Python 3.11)."""
     return type(value) is CodeType and value.co_name == "<setcomp>"
@@ -156,6 +163,8 @@ def _loops_of(code: CodeType) -> _Loops:
 
 
 _BUILDS = {dis.opmap["BUILD_SET"]}
+_UNPACKS = ("UNPACK_SEQUENCE", "LIST_EXTEND", "GET_YIELD_FROM_ITER")
+_TAKING = {dis.opmap[name] for name in ("GET_ITER", "CALL_FUNCTION_EX", *_UNPACKS)}
 _TAKERS = frozenset("list tuple enumerate zip map filter iter sum reduce join fromkeys".split())
 _COMBINE = frozenset("union intersection difference symmetric_difference".split())
 _MAKERS = _COMBINE | {"set", "frozenset"}
@@ -226,7 +235,7 @@ class _Search:
         """The expressions that an operation takes values from in order."""
         if each.name == "GET_ITER":
             return [] if self._is_unordered(index) else [index - 1]
-        if each.name in ("UNPACK_SEQUENCE", "LIST_EXTEND", "GET_YIELD_FROM_ITER"):
+        if each.name in _UNPACKS:
             return [index - 1]
         if each.name == "CALL_FUNCTION_EX":
             return [self._start(index - 1) - 1 if each.arg & 1 else index - 1]
