@@ -34,6 +34,7 @@ from stepcache.fingerprint.classes import (
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.escapes import VARIABLE, way_to_captured
+from stepcache.fingerprint.instructions import needs_its_class_for_bases
 from stepcache.fingerprint.modules_as_values import (
     OF_EACH,
     note_asked_module,
@@ -147,6 +148,9 @@ def _note_captured(
             continue
         if type(value) in (int, float):
             walk.cells.setdefault(path, cell)
+        for_bases = name == "__class__" and names and needs_its_class_for_bases(names.codes)
+        if for_bases and _asks_python(function) and note_tested_class(walk, path, value):
+            continue
         reads = _reads_of_captured(name, value, names)
         for read in reads:
             follow_chain(walk, path, value, read)
@@ -169,11 +173,8 @@ def _follow_global(
     walk: Trail, label: str, function: types.FunctionType, read: Read, names: Names
 ) -> None:
     space = function.__globals__
-    if read.tests and any(
-        space.get(each.__name__, function.__builtins__.get(each.__name__)) is not each
-        for each in _TESTS
-    ):
-        read = dataclasses.replace(read, tests=False)  # Others than Python's are asked.
+    if read.tests and not _asks_python(function):
+        read = dataclasses.replace(read, tests=False)
     if not walk.first_time((id(space), read)):
         return
     path = f"{walk.namespace(space, function)}:{read.name}"
@@ -201,7 +202,14 @@ def _follow_global(
 
 
 _BY_NAME = (getattr, hasattr)
-_TESTS = (isinstance, issubclass)  # As long as nobody has replaced them.
+
+
+def _asks_python(function: types.FunctionType) -> bool:
+    """Whether what a function calls under these names is Python's: nobody has replaced it."""
+    return all(
+        function.__globals__.get(each.__name__, function.__builtins__.get(each.__name__)) is each
+        for each in (isinstance, issubclass, super)
+    )
 
 
 def _note_namespace(walk: Trail, function: types.FunctionType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import re
 import sys
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -120,6 +121,36 @@ def begins_with_bases(code: CodeType, instructions: list[dis.Instruction]) -> bo
     )
 
 
+def needs_its_class_for_bases(codes: Iterable[CodeType]) -> bool:
+    """Whether a method needs its class only for its bases: `super().predict(x)`.
+
+    So it makes no object of it.
+
+    Args:
+        codes: of the method, and of what it defines.
+    """
+    using = [instructions_of(code) for code in codes if "__class__" in code.co_freevars]
+    return all(
+        each.offset in _loads_for_super(instructions)
+        for instructions in using
+        for each in instructions
+        if each.argval == "__class__" and "DEREF" in each.opname
+    )
+
+
+def _loads_for_super(instructions: list[dis.Instruction]) -> set[int]:
+    """The offsets at which a class is loaded for `super(A, self)`; since Python 3.12, `super()`."""
+    found = set()
+    for index, each in enumerate(instructions):
+        if each.opname in LOADS_GLOBAL and each.argval == "super":
+            following = instructions[index + 1 : index + 4]
+            loads, asked = following[:2], [(each.opname, each.arg) for each in following[2:]]
+            is_asked = asked == [("CALL", 2)] or "LOAD_SUPER_ATTR" in dict(asked)
+            if is_asked and all(each.opname in _SINGLE_LOADS for each in loads):
+                found.add(loads[0].offset)
+    return found
+
+
 def _is_asked_of_super(instructions: list[dis.Instruction], index: int) -> bool:
     """Whether an attribute is loaded of `super()`, without arguments."""
     if instructions[index].opname == "LOAD_SUPER_ATTR":  # Since Python 3.12.
@@ -160,10 +191,11 @@ _SINGLE_LOADS = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FA
 def where_classes_are_tested(code: CodeType, instructions: list[dis.Instruction]) -> set[int]:
     """The offsets at which code loads a class only to ask whether an object is one of its kind.
 
-    As in `isinstance(x, (A, module.B))`, `type(x) is A`, `case A(rate=rate)`.
+    As in `isinstance(x, (A, module.B))`, `type(x) is A`, `case A(rate=rate)`; or only for its
+    bases: `super(A, self)`.
     """
     calls = set() if _TESTS.isdisjoint(code.co_names) else _calls_of_tests(code)
-    found: set[int] = set()
+    found = _loads_for_super(instructions)
     for index, each in enumerate(instructions):
         if each.opname == "IS_OP" or each.offset in calls:
             found.update(_loads_before(instructions, index))

@@ -34,7 +34,8 @@ _OF_DIALECTS = (
 ).split()
 # The user's code that names one of these may make another object of the class of one that it has.
 # Of what packages make, a recording sees the constructors.
-MAKE_ANY = frozenset((MAKES_ANY, *"__class__ __mro__ mro __init__ classmethod".split()))
+_OF_CLASSES = "__class__ __thisclass__ __self_class__ __mro__ mro __init__ classmethod"
+MAKE_ANY = frozenset((MAKES_ANY, *_OF_CLASSES.split()))
 
 
 def making(name: str) -> str:

@@ -1334,6 +1334,49 @@ OBJECTS = [
         """,
         "Base.scale",
     ),
+    *(
+        Kind(
+            f"constructor_by_the_class_of_a_method_{number}",
+            f"""
+            class Base:
+                def scale(self, x): return x
+            class Model(Base):
+                def __init__(self): self.rate = «2.0¦3.0»
+                def scale(self, x):
+                    other = {make}
+                    return super().scale(x) * other.rate
+            model = Model.__new__(Model)
+            def step(x): return model.scale(x)
+            """,
+            "Model.__init__",
+        )
+        for number, make in enumerate(
+            (
+                "__class__()",
+                "[each() for each in (Model, self)[:1]][0]",
+                "super().__thisclass__()",
+                "super().__self_class__()",
+                "(lambda: __class__)()()",
+                "[__class__() for _ in range(1)][0]",
+                "super(__class__, self) and __class__()",
+            )
+        )
+    ),
+    *(
+        Kind(
+            f"constructor_by_a_replaced_super_{number}",
+            f"""
+            def super(cls, instance): return cls()
+            class Model:
+                def __init__(self): self.rate = «2.0¦3.0»
+                def scale(self, x): return x * super({cls}, self).rate
+            model = Model.__new__(Model)
+            def step(x): return model.scale(x)
+            """,
+            "Model.__init__",
+        )
+        for number, cls in enumerate(("Model", "__class__"))
+    ),
     Kind(
         "method_monkeypatched",
         """

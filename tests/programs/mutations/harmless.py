@@ -68,6 +68,29 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_super",  # Which asks a base, and makes no object.
+        """
+        import functools, time
+        def counted(method):
+            class Counted:
+                def __call__(self, *args): return method(*args)
+                def __get__(self, owner, cls=None): return functools.partial(self, owner)
+            return Counted()
+        class Base:
+            def __init__(self): self.rate, self.made = 2.0, (time.time(), «0.1¦0.2»)
+            def predict(self, x): return x * self.rate
+            def shift(self, x): return x + 1
+            def run(self, x): return self.predict(x)
+        class Trainer(Base):
+            def predict(self, x):
+                moved = lambda: super(Trainer, self).shift(x)
+                return super().predict(moved())
+            @counted
+            def shift(self, x): return super().shift(x)
+        step = Trainer().run
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_class_methods",  # Which make objects of another class.
         """
         import time
