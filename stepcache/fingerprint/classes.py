@@ -37,6 +37,7 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 from stepcache.fingerprint.tokens import (
+    ATOMS,
     attribute_of,
     container_text,
     is_special,
@@ -87,6 +88,14 @@ def note_tested_class(walk: Trail, path: str, cls: Any) -> bool:
         return False
     walk.note(path, f"class {walk.follow_class(cls)}")
     return True
+
+
+def is_asked_for_part(cls: Any, attributes: list[str]) -> bool:
+    """Whether code names a class only for a plain method or a constant: `Base.loss(self, x)`."""
+    if not attributes or not issubclass(type(cls), type) or any(map(is_special, attributes)):
+        return False
+    found = type(inspect.getattr_static(cls, attributes[0], cls))
+    return found in ATOMS or found in (types.FunctionType, staticmethod)
 
 
 def follow_user_class(walk: Trail, name: str, cls: type) -> None:

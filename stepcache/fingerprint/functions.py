@@ -26,6 +26,7 @@ from stepcache.fingerprint.bytecode import (
 )
 from stepcache.fingerprint.callers import CHECKS_TYPES
 from stepcache.fingerprint.classes import (
+    is_asked_for_part,
     is_foreign,
     is_of_fields,
     note_tested_class,
@@ -254,7 +255,8 @@ def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
         _check_standard_stream(walk, path, value)
     keys = read.keys if remaining in ([], ["get"]) else ()
     walk.confined.read.update(remaining)
-    if remaining or not (read.tests and note_tested_class(walk, path, value)):
+    is_made = not is_asked_for_part(value, remaining) if remaining else not read.tests
+    if is_made or not note_tested_class(walk, path, value):
         walk.part(path, value, keys, VARIABLE if remaining else None)
 
 

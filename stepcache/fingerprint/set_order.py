@@ -86,8 +86,11 @@ def _is_passed_over(filename: str) -> bool:
     return (
         origin_of_file(filename) == PYTHON
         or not calls_matter(filename)
-        or package_of(filename) == "opt_einsum"
+        or package_of(filename) in _THE_SAME_ANYWAY
     )
+
+
+_THE_SAME_ANYWAY = ("einops", "opt_einsum")  # They multiply lengths, and compare names.
 
 
 def _is_given_set(code: CodeType, frame: FrameType) -> bool:
@@ -236,7 +239,8 @@ class _Search:
         if each.name == "GET_ITER":
             return [] if self._is_unordered(index) else [index - 1]
         if each.name in _UNPACKS:
-            return [index - 1]
+            is_one = (each.name, each.arg) == ("UNPACK_SEQUENCE", 1)  # As `(size,) = sizes`.
+            return [] if is_one else [index - 1]
         if each.name == "CALL_FUNCTION_EX":
             return [self._start(index - 1) - 1 if each.arg & 1 else index - 1]
         if each.name in _CALLS and self._callee(index) in _TAKERS:
@@ -293,7 +297,7 @@ class _Search:
         if each.name == "BINARY_OP" and each.symbol in ("|", "&", "-", "^"):
             sides = end - 1, self._start(end - 1) - 1
             return any(self._is_set(at, followed) or self._is_view(at) for at in sides)
-        if each.name in _CALLS and self._callee(end) in _MAKERS:
+        if each.name in _CALLS and self._calls_python(end, _MAKERS):
             return True
         return each.name == "BUILD_SET" or self._comprehends_set(end)
 
@@ -340,7 +344,7 @@ class _Search:
         for at in range(index, len(self._all)):
             each = self._all[at]
             if each.name in _CALLS and each.arg + (each.name == "CALL_KW") > above:
-                return self._callee(at) in _UNORDERED
+                return self._calls_python(at, _UNORDERED)
             if above + each.effect < 0 or "JUMP" in each.name:
                 break
             above += each.effect
@@ -362,6 +366,12 @@ class _Search:
             ends.append(end)
             end = self._start(end) - 1
         return ends, end - (self._all[max(end, 0)].name == "PUSH_NULL")
+
+    def _calls_python(self, index: int, names: frozenset[str]) -> bool:
+        """Whether a function of Python's, or a method of sets, is called: not `x.at[0].set(1)`."""
+        name = self._callee(index)
+        is_attribute = self._all[max(self._arguments(index)[1], 0)].name in LOADS_ATTRIBUTE
+        return name in names and (name in _COMBINE or not is_attribute)
 
     def _callee(self, index: int) -> str | None:
         """The name of what is called, if it is loaded by one."""

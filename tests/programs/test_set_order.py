@@ -82,6 +82,11 @@ def unpacked():
     return first
 
 
+def only():
+    (length,) = {len(each) for each in TEXTS}
+    return length
+
+
 def from_generator():
     yield from set(TEXTS)
 
@@ -122,6 +127,8 @@ LOOPS = {
     "a star and names": lambda: jnp.stack([1, 2]) if not print(*set(TEXTS), end="") else 0,
     "unpacked": unpacked,
     "yield from": lambda: list(from_generator()),
+    "given to an array": lambda: jnp.zeros(2).at[:].set([len(each) for each in set(TEXTS)]),
+    "the least of an array": lambda: np.min([len(each) for each in set(TEXTS)]),
 }
 LOOPS_NOT = {
     "in": lambda: "a" in NAMES and "b" in {"a", "b"},
@@ -140,6 +147,8 @@ LOOPS_NOT = {
     "keys": lambda: [each for each in {"a": 1, "b": 2}.keys()],
     "a list": lambda: given(TEXTS),
     "arithmetic": lambda: [each for each in range(7 - 4 | 1)],
+    "an array that is set": lambda: [each for each in jnp.zeros(2).at[0].set(1)],
+    "the only one": only,
 }
 
 

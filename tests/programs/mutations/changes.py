@@ -1364,6 +1364,35 @@ OBJECTS = [
     ),
     *(
         Kind(
+            f"part_of_a_class_{number}",
+            f"""
+            class Base:
+                rate = {rate}
+                def __init__(self): self.rate = {own}
+                def scale(self, x): return x * {method}
+                @staticmethod
+                def fresh(): return Base()
+                def again(self): return type(self)()
+            class Model(Base):
+                def scale(self, x): return {call}
+            model = Model.__new__(Model)
+            def step(x): return model.scale(x)
+            """,
+            named,
+        )
+        for number, (rate, own, method, call, named) in enumerate(
+            (
+                ("«2.0¦3.0»", 1, 1, "x * Base.rate", "Base.rate"),
+                ("«2.0¦3.0»", 1, 1, "x * Model.rate", "Base.rate"),
+                (1, 1, "«2.0¦3.0»", "Base.scale(self, x)", "Base.scale"),
+                (1, "«2.0¦3.0»", 1, "x * Base.fresh().rate", "Base.__init__"),
+                (1, "«2.0¦3.0»", 1, "x * Base.again(self).rate", "Base.__init__"),
+                (1, "«2.0¦3.0»", 1, "x * Base.again.__get__(self)().rate", "Base.__init__"),
+            )
+        )
+    ),
+    *(
+        Kind(
             f"constructor_by_a_replaced_super_{number}",
             f"""
             def super(cls, instance): return cls()

@@ -77,14 +77,17 @@ HARMLESS = [
                 def __get__(self, owner, cls=None): return functools.partial(self, owner)
             return Counted()
         class Base:
+            scale = 3.0
             def __init__(self): self.rate, self.made = 2.0, (time.time(), «0.1¦0.2»)
-            def predict(self, x): return x * self.rate
+            def predict(self, x): return x * self.rate * Trainer.scale
+            @staticmethod
+            def halved(x): return x / 2
             def shift(self, x): return x + 1
-            def run(self, x): return self.predict(x)
+            def run(self, x): return Base.halved(self.predict(x))
         class Trainer(Base):
             def predict(self, x):
                 moved = lambda: super(Trainer, self).shift(x)
-                return super().predict(moved())
+                return super().predict(moved()) + Base.predict(self, x)
             @counted
             def shift(self, x): return super().shift(x)
         step = Trainer().run
