@@ -92,7 +92,7 @@ def note_tested_class(walk: Trail, path: str, cls: Any) -> bool:
 
 def is_asked_for_part(cls: Any, attributes: list[str]) -> bool:
     """Whether code names a class only for a plain method or a constant: `Base.loss(self, x)`."""
-    if not attributes or not issubclass(type(cls), type) or any(map(is_special, attributes)):
+    if not issubclass(type(cls), type) or any(map(is_special, attributes)):
         return False
     found = type(inspect.getattr_static(cls, attributes[0], cls))
     return found in ATOMS or found in (types.FunctionType, staticmethod)

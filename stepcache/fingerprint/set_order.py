@@ -370,11 +370,15 @@ class _Search:
     def _calls_python(self, index: int, names: frozenset[str]) -> bool:
         """Whether a function of Python's, or a method of sets, is called: not `x.at[0].set(1)`."""
         name = self._callee(index)
-        is_attribute = self._all[max(self._arguments(index)[1], 0)].name in LOADS_ATTRIBUTE
-        return name in names and (name in _COMBINE or not is_attribute)
+        return name in names and (
+            name in _COMBINE or self._load_of_callee(index).name not in LOADS_ATTRIBUTE
+        )
+
+    def _load_of_callee(self, index: int) -> _Operation:
+        return self._all[max(self._arguments(index)[1], 0)]
 
     def _callee(self, index: int) -> str | None:
         """The name of what is called, if it is loaded by one."""
-        each = self._all[max(self._arguments(index)[1], 0)]
+        each = self._load_of_callee(index)
         is_named = each.name.startswith("LOAD_") and isinstance(each.argval, str)
         return each.argval if is_named else None
