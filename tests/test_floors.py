@@ -59,16 +59,21 @@ def wing(room: str) -> str:
     return room.split(".")[0]
 
 
-def imports(path: Path) -> set[str]:
+def imports(path: Path) -> frozenset[str]:
     """Every module that a file imports, wherever in the file, by its full name."""
+    return _imports_of(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports_of(source: str) -> frozenset[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path} imports by relative name"
+            assert not node.level, f"{node.module} is imported by a relative name"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return found
+    return frozenset(found)
 
 
 def room_of(name: str) -> str | None:

@@ -225,7 +225,7 @@ def test_keys_are_padded():
     np.testing.assert_array_equal(step(keys), jax.vmap(jax.random.uniform)(keys))
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_odd_leaves_are_padded_and_cut(kind, rows):

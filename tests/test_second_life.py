@@ -1333,6 +1333,7 @@ print(*counts, len(tier.quarantined), tier.size_bytes())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "seconds"), [(3, 2), pytest.param(8, 60, marks=pytest.mark.slow)]
 )

@@ -47,7 +47,7 @@ def test_the_whole_is_what_one_process_has(shared_pod, tmp_path, shape, count, d
         assert rank.said("total") == alone.said("total")
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("passed", ["state, batch", "state, batch=batch"])
 def test_a_call_like_the_one_before_does_not_read_its_state(shared_pod, tmp_path, passed):
     """Only its host arrays are looked at; the rest is JAX's dispatcher's affair."""

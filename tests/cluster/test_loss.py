@@ -426,6 +426,7 @@ except sc.RankLostError as error:
 """
 
 
+@pytest.mark.slow
 def test_one_that_has_ended_is_not_waited_for_to_agree(together):
     ranks = together("has ended")
     for rank in (ranks[0], ranks[2]):

@@ -99,6 +99,7 @@ def test_one_builds_and_the_next_run_loads(tmp_path, cache):
     assert again == (["1", "1", "1"] if cache != "off" else ["3", "1", "1"])
 
 
+@pytest.mark.slow
 def test_who_has_it_gives_it_to_those_who_have_not(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 3, cache)
@@ -139,6 +140,7 @@ def test_what_is_not_vouched_for_is_compiled_by_none_where_one_has_it(run, tmp_p
     assert levels(run(tmp_path / "a", 4, cache, inside=inside)) == ["2", "2", "2", "2"]
 
 
+@pytest.mark.slow
 def test_what_was_edited_but_lowers_the_same_is_compiled_by_none_where_one_has_it(run, tmp_path):
     cache = tmp_path / "cache{rank}"
     run(tmp_path / "a", 4, cache, inside="unused = 1")

@@ -71,7 +71,7 @@ def test_a_package_that_a_trace_imports(imported, call, install, tmp_path, monke
     assert "late_pkg" not in sys.modules
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=24)
 @pytest.mark.parametrize(("imported", "call"), FORMS)
 @pytest.mark.parametrize("before", [False, True])
 def test_whether_it_was_imported_before_does_not_matter(before, imported, call, install, tmp_path):
@@ -85,7 +85,7 @@ def test_whether_it_was_imported_before_does_not_matter(before, imported, call, 
         before = not before
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=24)
 @pytest.mark.parametrize(("imported", "call"), FORMS)
 @pytest.mark.parametrize("before", [False, True])
 def test_what_is_replaced_in_it_before_the_trace_is_seen(before, imported, call, install, tmp_path):
@@ -100,7 +100,7 @@ def test_what_is_replaced_in_it_before_the_trace_is_seen(before, imported, call,
         start(edit + source, "late_pkg", tmp_path)
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize(("imported", "call"), FORMS)
 def test_an_edit_of_its_files_is_seen(imported, call, install, tmp_path, monkeypatch):
     install("late_pkg", PACKAGE)

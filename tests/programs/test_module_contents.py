@@ -154,7 +154,7 @@ print("; ".join(step.last_miss.untrackable))
 """
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc says when a process began")
 @pytest.mark.parametrize("earlier", ["json", "installed_after_bash"])
 def test_a_shell_that_installs_packages_and_becomes_python(earlier, tmp_path):

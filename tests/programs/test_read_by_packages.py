@@ -41,6 +41,7 @@ def read(given):
 FACTOR = "config.factor = 3"
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("edit", ["jnp.max", "jnp.mean", "lambda x: x * 3"])
 def test_an_edit_of_a_function_of_jax_that_an_earlier_trace_has_entered(edit, install, tmp_path):
     """What all traces enter is recorded in the first one alone."""
@@ -65,7 +66,7 @@ def test_an_edit_of_a_function_of_jax_that_an_earlier_trace_has_entered(edit, in
     assert levels(third)[0] == 1
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=20)
 @pytest.mark.parametrize(
     ("read", "given", "edit"),
     [
@@ -211,7 +212,7 @@ def test_a_constructor_that_a_package_calls_counts_and_others_do_not(make, insta
         start(source.replace("self.factor = 2", "self.factor = 3"), "read_pkg", tmp_path)
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=9)
 @pytest.mark.parametrize("decorator", ["", "@dataclasses.dataclass", "@flax.struct.dataclass"])
 @pytest.mark.parametrize(
     ("field", "edit"),
@@ -360,7 +361,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=9)
 @pytest.mark.parametrize(("kept", "drawn"), KEPT)
 def test_a_package_that_draws_from_its_own_generator_counts_with_its_state(
     kept, drawn, install, tmp_path

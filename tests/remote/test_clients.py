@@ -236,6 +236,7 @@ def interrupted(call, function, number):
     return False
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_of_a_wait_leaves_a_session_that_goes_on(served):
     with served.session(deadline=10) as session:
         state = sc.Variables(np.zeros(3, np.float32), name="state")

@@ -283,6 +283,7 @@ def test_where_nothing_was_measured_the_fewest_bytes_cross():
         assert "crosses the host's link once" in total.explain(held(), 1.0).plan.transfers[0].why
 
 
+@pytest.mark.slow
 def test_links_are_measured_once_for_a_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCACHE_DIR", str(tmp_path / "own"))
     with sc.Session(mesh_of(2)):

@@ -179,7 +179,7 @@ atexit.register(connection.close)
 # ---- the command line ----------------------------------------------------------------------------
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.slow
 def test_status(server, tmp_path):
     with server.connect() as connection:
         connection.variables("params", {"w": np.zeros(3, np.float32)})

@@ -118,7 +118,7 @@ def test_another_optimizer_warns_and_the_stored_one_goes_on(connection, name, ca
     check(first, [stored] * 2)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.slow
 def test_an_optimizer_is_replaced_and_the_state_kept(server, name):
     stored, other = optax.adam(0.1), optax.adam(0.01)
     with server.connect() as connection:

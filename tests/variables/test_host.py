@@ -144,7 +144,7 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
         assert misses == 1
 
 
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=12)
 @pytest.mark.parametrize(
     ("mesh", "read"),
     [(mesh, sc.Read(prefetch=ahead)) for mesh in MESHES for ahead in (0, 1)]

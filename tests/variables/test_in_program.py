@@ -89,7 +89,7 @@ def settle(state):
     return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), bump(state))
 
 
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=6)
 @pytest.mark.parametrize("change", [bump, settle])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_program_takes_each_buffer_from_the_memory_in_which_it_lies(mesh, change):

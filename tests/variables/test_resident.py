@@ -60,7 +60,7 @@ def train(step, state, count=4):
     return state, outputs
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=16)
 @pytest.mark.parametrize(
     ("make", "session"),
     [(make, where) for make in (every_kind_of_leaf, one_array, no_leaf) for where in SESSIONS]

@@ -196,7 +196,7 @@ def test_an_update_may_be_donated_while_it_is_pending(session, placement):
         near(variables.value, tree(3.0))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(every=9)
 @pytest.mark.parametrize("pack", [False, True])
 def test_moments_take_the_type_that_gradients_give_them(session, placement, pack, tmp_path):
     """As without `Variables`; what is saved and what moves is counted by it."""
