@@ -11,9 +11,13 @@ import sys
 from types import BuiltinFunctionType, ModuleType, NoneType
 from typing import Any
 
-from stepcache.fingerprint.nondeterminism import name_of_method, why_impure
+from stepcache.fingerprint.nondeterminism import (
+    COMPILED_OF_MUJOCO,
+    name_of_method,
+    why_impure,
+)
 
-IMPURE_MODULES = frozenset(
+IMPURE_MODULES = COMPILED_OF_MUJOCO | frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")
 )
 _OF_IMPURE_CLASSES = frozenset(("random", "_random", "datetime", "numpy.random.mtrand"))
@@ -28,6 +32,7 @@ _OPEN_NOTHING = frozenset(
 _OF_FILES = {"posix": ("open", "listdir", "scandir"), "numpy": ("fromfile",)}
 _OF_FILES["nt"] = _OF_FILES["posix"]
 _OWNERS_OF_ALL = (type, ModuleType, NoneType)  # What their instances have is of any kind.
+_CAPSULE = type(datetime.datetime_CAPI)  # type: ignore[attr-defined]
 
 
 def decided_by(function: Any, owner: Any) -> Any:
@@ -41,9 +46,12 @@ def decided_by(function: Any, owner: Any) -> Any:
         The class of the owner; the owner where it is a class; the function where it is a module's.
     """
     kind = type(owner)
-    if owner is None or kind is ModuleType:
+    if owner is None or kind is ModuleType or kind is _CAPSULE or kind.__module__ == _PYBIND:
         return function
     return owner if issubclass(kind, type) else kind
+
+
+_PYBIND = "pybind11_builtins"  # The module of what each of pybind11's functions is bound to.
 
 
 def decides(known: Any) -> bool:
@@ -86,8 +94,8 @@ def why_call_is_impure(function: Any) -> str | None:
 def _name_of_builtin(function: Any) -> str | None:
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
-    if owner is None or type(owner).__name__ == "module":
-        module = getattr(function, "__module__", None)
+    module = getattr(function, "__module__", None)
+    if owner is None or type(owner).__name__ == "module" or module in COMPILED_OF_MUJOCO:
         return f"{module}.{name}" if module else None
     if isinstance(owner, type):
         return name_of_method(owner, name)

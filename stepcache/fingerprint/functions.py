@@ -249,8 +249,7 @@ def follow_chain(walk: Trail, path: str, value: Any, read: Read) -> None:
             _note_library_value(walk, path, module, value, remaining)
             return
     if isinstance(value, _NAMED) and origin_of(value) != USER:
-        walk.check_pure(path, ".".join((qualified_name(value), *remaining)))
-        note_unbound_method(walk, value, remaining)
+        _check_what_is_asked_of(walk, path, value, remaining)
     if not isinstance(value, types.ModuleType):
         _check_standard_stream(walk, path, value)
     keys = read.keys if remaining in ([], ["get"]) else ()
@@ -266,7 +265,8 @@ def _note_library_value(
     """Something found in a module of a library, by its name there."""
     if origin_of_module(module.__name__) == INSTALLED:
         walk.distribution(module.__name__)
-    note_unbound_method(walk, value, attributes)
+    if attributes and isinstance(value, _NAMED):
+        _check_what_is_asked_of(walk, path, value, attributes)
     if value is os.environ or value is os.environb or path == "sys.path":
         return  # What is read of it is recorded.
     if value is sys.modules:
@@ -283,6 +283,12 @@ def _note_library_value(
                 break
         if value is not _MISSING:
             note_library_object(walk, path, value)
+
+
+def _check_what_is_asked_of(walk: Trail, path: str, value: Any, attributes: list[str]) -> None:
+    """Checks a function or a class, or what is asked of it, under the name that it has itself."""
+    walk.check_pure(path, ".".join((qualified_name(value), *attributes)))
+    note_unbound_method(walk, value, attributes)
 
 
 def _check_standard_stream(walk: Trail, path: str, value: Any) -> None:

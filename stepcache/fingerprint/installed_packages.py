@@ -36,8 +36,10 @@ from stepcache.jaxcompat.hooks import REPLACED
 
 # They keep counters and caches in their modules, which differ from process to process.
 _WITH_STATE = frozenset((*OF_JAX, "stepcache"))
-# dm-tree: its compiled code takes containers apart, and reads and keeps nothing else.
-_PURE = frozenset(("tree",))
+# Their compiled code is known. dm-tree's takes containers apart, and reads and keeps nothing else;
+# mjx, which is mujoco's part for JAX, takes enumerations and constants of the rest, of which a call
+# is seen (see `COMPILED_OF_MUJOCO`).
+_KNOWN = frozenset(("tree", "mujoco"))
 _GONE = object()
 
 
@@ -90,7 +92,7 @@ def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
             walk.blame(f"module {name}", "its file was written to since this process began")
         walk.distribution(name)
         package = name.partition(".")[0]
-        known = package in TRUSTED or package in _PURE
+        known = package in TRUSTED or package in _KNOWN
         if not known and _has_compiled_code(package):
             walk.blame(f"package {package}", "it has compiled code, which may read anything")
     for name, read in names.items():

@@ -12,6 +12,13 @@ from types import CodeType
 NUMPYS_NOW = "numpy.datetime64('now')"
 
 
+# Of its objects and its functions. Those of its enumerations and constants keep to themselves.
+COMPILED_OF_MUJOCO = frozenset(
+    f"mujoco._{each}"
+    for each in "batch callbacks functions render rollout simulate specs structs".split()
+)
+
+
 def _by_name(named: dict[str, str]) -> dict[str, str]:
     return {name: what for what, names in named.items() for name in names.split()}
 
@@ -33,6 +40,7 @@ _MODULES = _by_name(
         "the source or the frames of running code": "inspect",
         "the objects of this process": "gc",
         "foreign code": "ctypes",
+        "what its compiled code reads": " ".join(COMPILED_OF_MUJOCO),
         "a debugger": "pdb ipdb debugpy",
     }
 )

@@ -90,7 +90,8 @@ def _is_passed_over(filename: str) -> bool:
     )
 
 
-_THE_SAME_ANYWAY = ("einops", "opt_einsum")  # They multiply lengths, and compare names.
+# They multiply lengths, and compare names; mjx loops over numbers, and brings groups in order.
+_THE_SAME_ANYWAY = ("einops", "opt_einsum", "mujoco")
 
 
 def _is_given_set(code: CodeType, frame: FrameType) -> bool:

@@ -268,6 +268,8 @@ _MADE_OF_PARTS: dict[str, tuple[type, Callable[[Any], list], Callable[[list], An
 }
 # Flax's dicts that can be hashed, by module and name.
 _MAPPINGS = {"flax.typing": "HashableMapping", "flax.core.frozen_dict": "FrozenDict"}
+# What mjx keeps for an array beside the children of a node, by module and name.
+_ARRAYS = {"mujoco.mjx._src.dataclasses": "_NumPyArrayHashWrapper"}
 # Dataclasses of flax, which hold the structure of a module.
 _GRAPHS = "flax.nnx.graphlib"
 _RECORDS = "GraphDef NodeDef VariableDef TreeNodeDef NodeRef ArrayRefDef NodeAttr LeafAttr Static"
@@ -313,8 +315,11 @@ def _taken_apart(value: Any) -> tuple[str, str, Any] | None:
         return "made", name, CODECS[name][1](value)
     if module == _GRAPHS and name in _RECORDS.split():
         return "record", name, [getattr(value, each.name) for each in dataclasses.fields(kind)]
-    if _MAPPINGS.get(module) == kind.__qualname__ and kind is _mapping(module):
+    if _MAPPINGS.get(module) == kind.__qualname__ and kind is _known_class(_MAPPINGS, module):
         return "mapping", module, dict(value)
+    if _ARRAYS.get(module) == kind.__qualname__ and kind is _known_class(_ARRAYS, module):
+        array = value.array
+        return "array", module, [array.dtype, array.shape, array.tobytes()]
     return None
 
 
@@ -386,8 +391,13 @@ def decode_value(code: Any, holder: Holder | None = None, depth: int = 0) -> Any
     return _DECODERS[kind](content)
 
 
-def _mapping(module: str) -> Any:
-    return vars(sys.modules[module])[_MAPPINGS[module]]
+def _known_class(known: dict[str, str], module: str) -> Any:
+    return vars(sys.modules[module])[known[module]]
+
+
+def _array(module: str, parts: Any) -> Any:
+    dtype, shape, content = parts
+    return _known_class(_ARRAYS, module)(np.frombuffer(content, dtype).reshape(shape).copy())
 
 
 def _record(name: str) -> Any:
@@ -399,7 +409,8 @@ def _record(name: str) -> Any:
 _MAKERS: dict[str, Callable[[str, Any], Any]] = {
     "made": lambda name, parts: CODECS[name][2](parts),
     "record": lambda name, fields: _record(name)(*fields),
-    "mapping": lambda module, pairs: _mapping(module)(dict(pairs)),
+    "mapping": lambda module, pairs: _known_class(_MAPPINGS, module)(dict(pairs)),
+    "array": _array,
 }
 
 

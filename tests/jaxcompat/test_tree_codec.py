@@ -102,6 +102,39 @@ def test_trees_of_many_kinds(name):
     there_and_back(TREES[name]())
 
 
+class _NumPyArrayHashWrapper:
+    """What mjx keeps of an array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __eq__(self, other):
+        return np.array_equal(self.array, other.array) and self.array.dtype == other.array.dtype
+
+    def __hash__(self):
+        return hash(self.array.tobytes())
+
+    def __repr__(self):
+        return repr(self.array)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 3)), np.full((), 2)],
+)
+def test_arrays_that_mjx_keeps_beside_leaves(array, monkeypatch):
+    module = types.ModuleType("mujoco.mjx._src.dataclasses")
+    module._NumPyArrayHashWrapper = _NumPyArrayHashWrapper
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    value = Config(1, (_NumPyArrayHashWrapper(array), "box"))
+    with pytest.raises(NotStorable):  # The user's, of the same name.
+        there_and_back(value)
+    monkeypatch.setattr(_NumPyArrayHashWrapper, "__module__", module.__name__)
+    code = there_and_back(value)
+    read = decode_tree(code, jax.tree.structure(None)).node_data()[1]
+    assert read[0][0].array.flags.writeable and read[0][0].array is not array
+
+
 def test_parts_of_the_arguments_are_named_by_their_position():
     known = ({"a": State({"w": 1}, lambda x: x)}, [2, 3])
     code = there_and_back((known[0], 7, known[1]), known)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.spatial import _distance_pybind
 
 from stepcache.fingerprint import callers
 from stepcache.fingerprint.provenance import state_of_file
@@ -289,6 +290,23 @@ def test_calls_of_c_are_told_apart_by_whose_they_are(call, named):
             others()
             call()
         assert named in "\n".join(recording.impure)
+
+
+def test_calls_of_what_is_compiled_of_mujoco_are_seen(monkeypatch):
+    """Of pybind11's functions, as mujoco's are: each is bound to a record of its own."""
+    pairs = np.ones((2, 2))
+
+    def calls():
+        return _distance_pybind.pdist_cityblock(pairs), _distance_pybind.pdist_euclidean(pairs)
+
+    with Recording() as recording:
+        calls()
+    assert not recording.impure
+    name = f"mujoco._functions.{_distance_pybind.pdist_euclidean.__name__}"
+    monkeypatch.setattr(_distance_pybind.pdist_euclidean, "__module__", "mujoco._functions")
+    with Recording() as recording:
+        calls()
+    assert [name in why for why in recording.impure] == [True]
 
 
 @pytest.mark.slow
