@@ -32,7 +32,7 @@ _OPEN_NOTHING = frozenset(
 _OF_FILES = {"posix": ("open", "listdir", "scandir"), "numpy": ("fromfile",)}
 _OF_FILES["nt"] = _OF_FILES["posix"]
 _OWNERS_OF_ALL = (type, ModuleType, NoneType)  # What their instances have is of any kind.
-_CAPSULE = type(datetime.datetime_CAPI)  # type: ignore[attr-defined]
+_CAPSULE = type(datetime.datetime_CAPI)
 
 
 def decided_by(function: Any, owner: Any) -> Any:

@@ -836,9 +836,7 @@ def test_a_reason_tells_whose_init_file_it_is(install, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_known"), [("tree", True), ("mujoco", True), ("trees", False)]
-)
+@pytest.mark.parametrize(("name", "is_known"), [("tree", True), ("mujoco", True), ("trees", False)])
 def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
     """Of dm-tree it is known that its compiled code depends on its arguments alone; of mujoco's, a
     call is seen."""
