@@ -35,6 +35,7 @@ from stepcache.fingerprint.classes import (
 from stepcache.fingerprint.code_digests import code_digest, without_address
 from stepcache.fingerprint.dependencies import IMPORT, IMPORTED
 from stepcache.fingerprint.escapes import VARIABLE, way_to_captured
+from stepcache.fingerprint.held import registered_with
 from stepcache.fingerprint.instructions import needs_its_class_for_bases
 from stepcache.fingerprint.modules_as_values import (
     OF_EACH,
@@ -84,6 +85,9 @@ def note_function(walk: Trail, path: str, function: types.FunctionType) -> None:
         walk.codes.update(names_of(function.__code__).codes)
     # Made by a library for the user, as optax.adamw(rate) does: it captured what is the user's.
     walk.note(path, f"function {name} {code_digest(function.__code__)}")
+    if registry := registered_with(function):  # Beside it is a cache, which calls fill.
+        walk.value(f"{path}.registry", registry)
+        return
     walk.later(functools.partial(_note_captured, walk, path, function))
 
 

@@ -7,6 +7,7 @@ the libraries that it uses, and that nothing in them was replaced is asked at ea
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import operator
 import sys
@@ -50,6 +51,7 @@ class Held:
             None, map(function_in, (each for each in values if type(each) in _METHODS))
         )
         containers = [each for each in values if type(each) in CONTAINERS]
+        containers += filter(None, map(registered_with, owners))
         dictionaries: list[dict] = []
         for _ in range(_CONTAINERS_DEEP):
             dicts = [each for each in containers if type(each) is dict]
@@ -156,3 +158,16 @@ def function_in(value: Any) -> types.FunctionType | None:
 
 
 _METHODS = frozenset((property, staticmethod, classmethod))
+
+
+def registered_with(function: Any) -> dict[type, Any]:
+    """The functions that `functools.singledispatch` calls in the place of one; none of others."""
+    if type(function) is types.FunctionType and function.__globals__ is _OF_FUNCTOOLS:
+        registry = vars(function).get("registry")
+        if type(registry) is types.MappingProxyType:
+            (found,) = gc.get_referents(registry)
+            return found
+    return {}
+
+
+_OF_FUNCTOOLS = vars(functools)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
-from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable
+from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable, registered_with
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import (
     attribute_of,
@@ -192,6 +192,9 @@ def text_of(notes: Meaning, path: str, value: Any, has_state: bool) -> str:
     function = function_in(value)
     name = _name_of_function(value, function) if function is not None else None
     if name is not None:
+        for cls, each in registered_with(function).items():
+            if is_foreign(each):
+                notes.value(f"{path}[{qualified_name(cls)}]", each)
         return name
     kind = type(value)
     if path in _OF_NO_TRACE:

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(
 
 PACKAGE = """
 from collections import OrderedDict, defaultdict, deque
+from functools import singledispatch
 from types import MappingProxyType, SimpleNamespace
 
 class Two: factor = 2
@@ -30,6 +31,9 @@ class Scaler:
     def __call__(self, x):
         return x * self.factor
 
+@singledispatch
+def dispatched(given): return 1
+
 scaler = Scaler()
 handler = None
 handlers, table, nested, several, queue = [], {}, {"a": {}}, set(), deque()
@@ -38,7 +42,7 @@ proxy, registry, holders = MappingProxyType(below), Registry(), {"a": Holder()}
 
 def unchanged(x):
     handler, handlers, table, nested, several, queue, ordered, default, space, below
-    proxy, registry, holders, Base, scaler
+    proxy, registry, holders, Base, scaler, dispatched
     return x
 
 def scaled(x):
@@ -115,6 +119,8 @@ def program(given: str, after_another_step: bool) -> str:
         ("registry.register('a', Scale(2))", "registry.named('a').factor"),
         ("registry.register('a', Double)", "registry.named('a').factor"),
         ("registry.register('a', double)", "registry.named('a')(1)"),
+        ("dispatched.register(int)(double)", "dispatched(1)"),
+        ("dispatched.register(int)(lambda given: int('2'))", "dispatched(1)"),
         ("holders['a'].factor = int('2')", "holders['a'].factor"),
         ("holders['a'].handler = Scale(2)", "holders['a'].handler.factor"),
         ("scaler.factor = int('2')", "scaler(1)"),

@@ -864,6 +864,34 @@ def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
     assert (why in again.step.last_miss.untrackable) != is_known
 
 
+def test_what_singledispatch_remembers_is_no_dependency(install, tmp_path):
+    """It keeps which function was called for which class, in a cache."""
+    source = """
+    import functools
+
+    @functools.singledispatch
+    def scale(kind, x):
+        return x
+
+    @scale.register
+    def _(kind: int, x):
+        return x * 2
+
+    @sc.step
+    def another(x):
+        return scale(3, x)
+
+    @sc.step
+    def step(x):
+        return scale(another, scale(2, x))
+
+    another(np.arange(3))
+    """
+    start(source, "none", tmp_path)
+    second = start(source, "none", tmp_path)
+    assert levels(second) == WITHOUT_A_TRACE, second.step.last_miss
+
+
 # ---- packages that no distribution contains ----------------------------------------------------
 
 COPIED = {"__init__.py": "from copied_pkg.scaling import twice", "data.txt": "2"}

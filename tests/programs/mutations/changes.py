@@ -432,6 +432,18 @@ CODE = [
         "singledispatch",
     ),
     Kind(
+        "singledispatch_of_another_class",
+        """
+        import functools
+        @functools.singledispatch
+        def scale(kind, x): return x
+        @scale.register
+        def _(kind: «int¦float», x): return x * 2
+        def step(x): return scale(1, x)
+        """,
+        "singledispatch_of_another_class.py",
+    ),
+    Kind(
         "recursion",
         """
         def fold(x, depth):
