@@ -226,7 +226,7 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
 # parameters of functions. Users have such an attribute for that of a run.
 _NAMED_BY_THEMSELVES = frozenset(("numpy", "flax", "optax"))
 ASK_THEIR_OWN = TRUSTED | frozenset(
-    "absl chex diffrax einops equinox etils haiku jaxtyping lineax numpyro optimistix orbax "
+    "absl chex diffrax einops equinox etils haiku jaxtyping lineax mujoco numpyro optimistix orbax "
     "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
 )
 """Packages that ask objects of their own classes alone, where they ask by computed names."""

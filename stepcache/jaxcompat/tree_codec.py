@@ -351,6 +351,8 @@ def _find_objects(value: Any, found: dict[int, Any]) -> None:
 def _encode_type(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return ["dtype", encode_dtype(value)]
+    if isinstance(value, np.generic):  # `np.float64` is a float, too, but no plain one.
+        return ["scalar", [encode_dtype(value.dtype), value.tobytes()]]
     if isinstance(value, SCALAR_TYPE) and getattr(jnp, value.dtype.name, None) is value:
         return ["jnp", encode_dtype(value.dtype)]
     if isinstance(value, type):
@@ -414,6 +416,11 @@ _MAKERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+def _scalar(content: Any) -> Any:
+    (value,) = np.frombuffer(content[1], decode_dtype(content[0]))
+    return value
+
+
 def _member(content: Any) -> Any:
     *name, member = content
     return named(name, _check_enum).__members__[member]
@@ -422,6 +429,7 @@ def _member(content: Any) -> Any:
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int.from_bytes(content, "little", signed=True),
     "member": _member,
+    "scalar": _scalar,
     "spec": decode_spec,
     "dtype": decode_dtype,
     "jnp": lambda content: getattr(jnp, decode_dtype(content).name),

@@ -86,6 +86,16 @@ TREES = {
     "masked": lambda: optax.masked(optax.adam(1.0), {"a": True, "b": False}).init(
         {"a": jnp.ones(2), "b": jnp.ones(2)}
     ),
+    "numbers of numpy": lambda: Config(
+        1,
+        (
+            np.int64(-1),
+            np.float32(0.1),
+            np.bool_(True),
+            np.complex64(1j),
+            jnp.bfloat16.dtype.type(2),
+        ),
+    ),
     "a frozen dict that is kept": lambda: Config(1, freeze({"rate": 0.1, "axes": ("a",)})),
     "dropout of nnx": lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)),
     "frozen": lambda: freeze({"params": {"w": 1}}),
