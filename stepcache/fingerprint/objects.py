@@ -50,6 +50,8 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
         walk.when_dynamic(f"{path} (order of attributes)", tuple(state), owner)
     if cls is dataclasses.Field:
         _note_annotation(walk, f"{path}.type", state.pop("type", None))
+        # A constructor has its own way to it.
+        walk.when_named(_FACTORY, f"{path}.{_FACTORY}", state.pop(_FACTORY, None))
     for name, each in state.items():
         if selective and (shown := _shown_by(cls)):
             walk.when_named(shown, f"{path}.{name}", each, owner)
@@ -57,6 +59,9 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
             walk.when_named(name, f"{path}.{name}", each, owner)
         else:
             walk.value(f"{path}.{name}", each)
+
+
+_FACTORY = "default_factory"
 
 
 def _shown_by(cls: type) -> str:

@@ -864,6 +864,33 @@ def test_a_package_with_compiled_code(name, is_known, install, tmp_path):
     assert (why in again.step.last_miss.untrackable) != is_known
 
 
+@pytest.mark.parametrize(("read", "is_called"), [("name", False), ("default_factory()", True)])
+def test_a_package_that_asks_dataclasses_for_their_fields(read, is_called, install, tmp_path):
+    """As chex does: what makes the default of a field counts if it may be called."""
+    package = f"""
+    def count(given):
+        return len([each.{read} for each in given.__dataclass_fields__.values()])
+    """
+    install("fields_pkg", {"__init__.py": package})
+    source = """
+    import dataclasses, time, fields_pkg
+
+    @dataclasses.dataclass
+    class Config:
+        run_dir: str = dataclasses.field(default_factory=lambda: f"runs/{time.time()}")
+        label: str = dataclasses.field(default_factory=str)
+
+    config = Config()
+
+    @sc.step
+    def step(x):
+        return x * fields_pkg.count(config)
+    """
+    start(source, "fields_pkg", tmp_path)
+    second = start(source, "fields_pkg", tmp_path)
+    assert (levels(second) == WITHOUT_A_TRACE) != is_called, second.step.last_miss
+
+
 def test_what_singledispatch_remembers_is_no_dependency(install, tmp_path):
     """It keeps which function was called for which class, in a cache."""
     source = """

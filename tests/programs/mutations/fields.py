@@ -108,6 +108,24 @@ FIELDS += [
         """,
         "<lambda>",
     ),
+    *(
+        Kind(
+            f"factory_of_a_field_that_is_{name}",
+            f"""
+            import dataclasses
+            @dataclasses.dataclass
+            class Config: rates: list = dataclasses.field(default_factory=lambda: [«2.0¦3.0»])
+            def step(x): return x * {read}[0]
+            """,
+            "<lambda>",
+        )
+        for name, read in (
+            ("read", 'Config.__dataclass_fields__["rates"].default_factory()'),
+            ("asked_for", 'getattr(dataclasses.fields(Config)[0], "default_factory")()'),
+            ("asked_of_all", "[f.default_factory() for f in dataclasses.fields(Config)][0]"),
+            ("called_by_a_replacement", 'type("Sub", (Config,), {})().rates'),
+        )
+    ),
     Kind(
         "property_among_fields",
         """
