@@ -179,6 +179,12 @@ def test_linear_algebra(tmp_path):
     built_once_then_loaded(script, "fit", "spectra")
 
 
+def test_a_kernel_of_pallas(tmp_path):
+    """Its first trace imports modules of JAX that bring settings along."""
+    script = Script("pallas_kernel", tmp_path)
+    built_once_then_loaded(script, "train_step", "repeated")
+
+
 @pytest.mark.slow
 def test_a_partitioned_module_of_equinox(tmp_path):
     script = Script("equinox_loop", tmp_path)

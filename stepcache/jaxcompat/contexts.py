@@ -154,8 +154,16 @@ def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, H
     settings.pop("axis_env_state", None)
     # What our own contexts hold is no setting: a key says apart what of it decides a program.
     ours = (ContextToken, ValueToken)
-    traced = ((name, None if isinstance(x, ours) else x) for name, x in settings.items())
+    traced = [
+        (name, None if isinstance(x, ours) else x)
+        for name, x in settings.items()
+        if not (name.startswith(_BROUGHT_ALONG) and (x is None or x is False))
+    ]
     return (*traced, ("mesh", mesh), *zip(_watched_names, watched, strict=True))
+
+
+# Settings that there are once some module of JAX is imported, be it by a trace. They are off then.
+_BROUGHT_ALONG = "pallas_"
 
 
 _TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
