@@ -184,7 +184,8 @@ def _keeps_out_of_sight(metaclass: type) -> bool:
 
 
 # What says which fields a class has: Python reads it for code that speaks of fields.
-_OF_FIELDS = frozenset(("__dataclass_fields__", "__attrs_attrs__", "__match_args__"))
+OF_FIELDS = "__dataclass_fields__"
+_OF_FIELDS = frozenset((OF_FIELDS, "__attrs_attrs__", "__match_args__"))
 
 
 def _generated_methods(cls: type) -> frozenset[str]:
@@ -208,7 +209,7 @@ def is_of_fields(function: types.FunctionType) -> bool:
 
 def _properties_among_fields(cls: type) -> list[str]:
     """The fields that a generated `__init__` does not merely store."""
-    fields = vars(cls).get("__dataclass_fields__") or ()
+    fields = vars(cls).get(OF_FIELDS) or ()
     found = {each: inspect.getattr_static(cls, each, None) for each in fields}
     return [
         each

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import linecache
 import random
 import sys
@@ -45,7 +46,7 @@ from stepcache.fingerprint.callers import (
     is_of_imports,
     responsible,
 )
-from stepcache.fingerprint.classes import is_plain
+from stepcache.fingerprint.classes import OF_FIELDS, is_plain
 from stepcache.fingerprint.compiled_calls import decided_by, is_harmless, may_be_impure
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.nondeterminism import why_impure
@@ -60,7 +61,7 @@ from stepcache.fingerprint.provenance import (
 _IMPORT_MODULE = importlib.import_module.__code__
 _READ_LINES = (linecache.updatecache.__code__, tokenize.open.__code__)
 _SEED = random.Random.seed.__code__
-READERS_OF_FIELDS = {
+_READERS_OF_FIELDS = {
     id(function.__code__): function.__code__
     for function in (dataclasses.fields, dataclasses.replace, vars(dataclasses).get("_replace"))
     if function is not None
@@ -128,7 +129,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     if code is _IMPORT_MODULE:
         _note_import(frame)
         return False
-    if id(code) in READERS_OF_FIELDS:
+    if id(code) in _READERS_OF_FIELDS:
         _note_reader_of_fields(code, frame)
         return False
     if code is _SEED:
@@ -179,8 +180,9 @@ def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:
     given = frame.f_locals.get(code.co_varnames[0])
     cls = given if isinstance(given, type) else type(given)
     if origin_of(cls) == USER and is_plain(cls):
+        fields = inspect.getattr_static(cls, OF_FIELDS, {})
         for recording in active.current():
-            recording.entered[id(code)] = code
+            recording.settings |= {OF_FIELDS, *fields}
 
 
 def _note_class(code: CodeType, frame: FrameType) -> None:

@@ -30,7 +30,6 @@ from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
 from stepcache.fingerprint.dependencies import digest_dependencies, names_about
-from stepcache.fingerprint.dynamic_reads import READS_ANY
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.modules_as_values import with_library_modules
 from stepcache.fingerprint.nondeterminism import why_impure
@@ -43,7 +42,6 @@ from stepcache.fingerprint.provenance import (
     origin_of_module,
     state_of_file,
 )
-from stepcache.fingerprint.recorder import READERS_OF_FIELDS
 from stepcache.fingerprint.tokens import atom, digest, plain_text
 from stepcache.fingerprint.trail import MAKE_ANY, entered_among
 from stepcache.fingerprint.visitor import Fingerprint, Walk
@@ -218,8 +216,6 @@ class Lookup:
         waiting = self._walk().waiting(set(recording.entered.values()), recording.of_jax)
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
         named |= entered_among(waiting.keys() | self._attributes) | recording.settings
-        if not READERS_OF_FIELDS.keys().isdisjoint(recording.entered):
-            named.add(READS_ANY)
         return Used(
             sorted((reads.asked_for - MAKE_ANY) | named),
             reads.modules,

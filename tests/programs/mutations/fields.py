@@ -152,6 +152,58 @@ FIELDS += [
     ),
     *(
         Kind(
+            f"fields_{name}",
+            f"""
+            import dataclasses
+            @dataclasses.dataclass
+            class Inner: rate: float = 2.0
+            @dataclasses.dataclass
+            class Config:
+                inner: list
+                scale: float = dataclasses.field(default={default}, metadata={{"unit": {unit}}})
+                def __post_init__(self): self.scale = self.scale * {factor}
+            class Trainer:
+                def __init__(self): self.config = Config([Inner({inner})])
+                def run(self, x): return x * ({code})
+            step = Trainer().run
+            """,
+            named,
+        )
+        for name, code, named, inner, default, unit, factor in (
+            (
+                "of_what_is_in_a_list",
+                'dataclasses.asdict(self.config)["inner"][0].popitem()[1]',
+                "rate",
+                *("«2.0¦3.0»", 1.0, 1.0, 1.0),
+            ),
+            (
+                "of_what_is_in_a_list_of_a_copy",
+                "dataclasses.astuple(dataclasses.replace(self.config, scale=1.0))[0][0][0]",
+                "rate",
+                *("«2.0¦3.0»", 1.0, 1.0, 1.0),
+            ),
+            (
+                "and_their_defaults",
+                "dataclasses.fields(self.config)[1].default",
+                "default",
+                *(1.0, "«2.0¦3.0»", 1.0, 1.0),
+            ),
+            (
+                "and_their_metadata",
+                'dataclasses.fields(self.config)[1].metadata["unit"]',
+                "metadata",
+                *(1.0, 1.0, "«2.0¦3.0»", 1.0),
+            ),
+            (
+                "of_a_copy_that_its_class_changes",
+                "[*vars(dataclasses.replace(self.config, scale=1.0)).values()][1]",
+                "__post_init__",
+                *(1.0, 1.0, 1.0, "«2.0¦3.0»"),
+            ),
+        )
+    ),
+    *(
+        Kind(
             f"all_fields_{name}",
             f"""
             import builtins
