@@ -30,6 +30,8 @@ import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Loaded, Verified, recorder
 from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.recorder import Recording
+from stepcache.fingerprint.shared_state import disturbs_others
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -714,6 +716,81 @@ def test_a_program_is_verified_in_the_background(tmp_path, told):
     assert levels(step.stats()) == WITHOUT_A_TRACE
     assert step.stats().verifications == 1
     step(np.ones(8))
+
+
+FLAGS = {
+    "an item": ("FLAGS['train'] = True", "FLAGS['train'] = False", False),
+    "an attribute": ("SPACE.train = True", "SPACE.train = False", False),
+    "an attribute that is taken away": ("SPACE.train = True", "del SPACE.train", False),
+    "a variable": ("global TRAIN; TRAIN = True", "global TRAIN; TRAIN = False", False),
+    "a stack": ("STACK.append(1)", "STACK.pop()", False),
+    "a stack in an object": ("SPACE.stack.append(1)", "SPACE.stack.pop()", False),
+    "an attribute of a trainer": ("self.train = True", "self.train = False", False),
+    "a count": ("SPACE.count += 1", "pass", True),
+    "a list that grows": ("STACK.append(1)", "pass", True),
+    "an own object": ("own = Space(); own.train = True", "own = Space(); own.train = False", True),
+}
+
+
+def test_a_stack_that_each_thread_has_for_itself_disturbs_no_other():
+    class Local(threading.local):
+        def __init__(self):
+            self.stack = []
+
+    local, stack = Local(), []
+
+    def turn(kept):
+        kept.append(1)
+        return local.stack.append(1), local.stack.pop()
+
+    with Recording() as recording:
+        turn([])
+    assert not disturbs_others(recording)
+
+    def shared():
+        stack.append(1)
+        return stack.pop()
+
+    with Recording() as recording:
+        shared()
+    assert disturbs_others(recording)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(name, tmp_path):
+    """They may look at what it changes for a while: as flags of a module, and numpyro's stack."""
+    first, last, is_checked = FLAGS[name]
+    source = f"""
+    class Space: count = 0
+    FLAGS, SPACE, STACK = {{"train": False}}, Space(), []
+    SPACE.stack, TRAIN = [], False
+
+    class Trainer:
+        train = False
+
+        def enter(self):
+            {first}
+        def leave(self):
+            {last}
+
+        def step(self, x):
+            self.enter()
+            try:
+                return x * 2
+            finally:
+                self.leave()
+
+    step = sc.step(Trainer().step)
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(np.ones(8))
+            cache.flush()
+            cache.archive().verifier.flush()
+    assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
+    assert step.stats().verifications == is_checked
 
 
 def test_rules_of_flax_that_hold_for_one_thread(tmp_path):

@@ -29,6 +29,7 @@ from stepcache.fingerprint import (
     opened_files,
     seen_codes,
     set_order,
+    shared_state,
 )
 from stepcache.fingerprint.asked_by_name import (
     READERS_OF_ENVIRONMENT,
@@ -160,6 +161,7 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
             recording.over_sets.add(id(code))
         if origin != USER:  # Another recording will not see it entered.
             set_order.over_sets_of_packages.add(id(code))
+    shared_state.note_writes(code, frame)
     seen_codes.note(code)
     return True
 

@@ -25,7 +25,7 @@ from stepcache.calls.signature import Leaf, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change
-from stepcache.fingerprint import installed_packages, set_order
+from stepcache.fingerprint import installed_packages, set_order, shared_state
 from stepcache.fingerprint.asked_by_name import WHICH_VARIABLES
 from stepcache.fingerprint.bytecode import names_of
 from stepcache.fingerprint.code_reads import reads_of
@@ -216,6 +216,8 @@ class Lookup:
         waiting = self._walk().waiting(set(recording.entered.values()), recording.of_jax)
         named = reads.of_others(waiting) | (self._attributes & reads.attributes)
         named |= entered_among(waiting.keys() | self._attributes) | recording.settings
+        if shared_state.disturbs_others(recording):
+            named.add(shared_state.ALONE)
         return Used(
             sorted((reads.asked_for - MAKE_ANY) | named),
             reads.modules,

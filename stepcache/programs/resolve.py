@@ -31,6 +31,7 @@ from stepcache.events import (
     StageStarted,
     recorder,
 )
+from stepcache.fingerprint.shared_state import ALONE
 from stepcache.jaxcompat import storing
 from stepcache.programs import remaking
 from stepcache.programs.archive import Archive
@@ -244,7 +245,9 @@ class Resolver:
         archive, resolution, _ = unsettled
         try:
             settling = _Settling(self._spec.name, *unsettled, until_ready(outputs, started))
-            if resolution.program.level == 1 and archive.verify == "background":
+            record = resolution.result.record
+            alone = record is not None and ALONE in record.used.attributes
+            if resolution.program.level == 1 and archive.verify == "background" and not alone:
                 described = request.described()
                 verification = self._checks.verification
                 settling.verify = verification(scope.cache, described, archive, resolution)
