@@ -93,6 +93,8 @@ class ProgramCache:
             step in a thread, after some ten steps; if the trace gives another program, the next
             call raises `StaleProgramError`. After one start has verified an entry, only the 2nd,
             4th, 8th … start does so again; if a process ends before, the next start verifies.
+            Not so a step whose trace changes for a while what other threads see, as a flag in a
+            module.
             "before" traces the step before the first use, which saves only the compilation. "off"
             trusts the fingerprint. By default `STEPCACHE_VERIFY`, or "background".
         check_every: check at every n-th call whether a dependency of the step (globals, captured
