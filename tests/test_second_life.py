@@ -32,6 +32,7 @@ from stepcache.events import Loaded, Verified, recorder
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.recorder import Recording
 from stepcache.fingerprint.shared_state import disturbs_others
+from stepcache.programs import verification
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
@@ -718,12 +719,44 @@ def test_a_program_is_verified_in_the_background(tmp_path, told):
     step(np.ones(8))
 
 
+def test_a_check_that_another_thread_disturbed_decides_nothing(tmp_path, monkeypatch, told):
+    """What it changes for a while differs from trace to trace; what has changed does not."""
+    source = """
+    @sc.step
+    def step(x):
+        return x * 2
+    """
+    retraced, traces = verification.Checks._retraced, []
+
+    def disturbed(*arguments):
+        traces.append(1)
+        return retraced(*arguments)._replace(digest=f"another program, {len(traces)}")
+
+    for is_disturbed in (False, True, False):
+        with (
+            monkeypatch.context() as patch,
+            sc.Session(cache=cache_in(tmp_path, verify="background")),
+        ):
+            if is_disturbed:
+                patch.setattr(verification.Checks, "_retraced", disturbed)
+            step = life(source, None, tmp_path).step
+            for _ in range(2):
+                step(np.ones(8))
+                cache = sc.current_session().cache
+                cache.flush()
+                cache.archive().verifier.flush()
+    assert len(traces) == 2
+    assert [each.agrees for each in told(Verified)] == [True]
+    assert levels(step.stats()) == WITHOUT_A_TRACE
+
+
 FLAGS = {
     "an item": ("FLAGS['train'] = True", "FLAGS['train'] = False", False),
     "an attribute": ("SPACE.train = True", "SPACE.train = False", False),
     "an attribute that is taken away": ("SPACE.train = True", "del SPACE.train", False),
     "a variable": ("global TRAIN; TRAIN = True", "global TRAIN; TRAIN = False", False),
     "a stack": ("STACK.append(1)", "STACK.pop()", False),
+    "a list that is emptied": ("STACK.append(1)", "STACK.clear()", False),
     "a stack in an object": ("SPACE.stack.append(1)", "SPACE.stack.pop()", False),
     "an attribute of a trainer": ("self.train = True", "self.train = False", False),
     "a count": ("SPACE.count += 1", "pass", True),

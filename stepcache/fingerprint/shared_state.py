@@ -25,7 +25,7 @@ ALONE = "not traced beside other threads"
 """Stands among the names that a trace asked for if it changes for a while what others see."""
 
 _PUSHES = frozenset("append appendleft add insert".split())
-_POPS = frozenset("pop popleft remove discard popitem".split())
+_POPS = frozenset("pop popleft remove discard popitem clear".split())
 _MOVES = _PUSHES | _POPS
 _CONTAINERS = (list, deque, dict, set)
 _SETS = frozenset(
