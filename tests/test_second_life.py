@@ -780,6 +780,16 @@ def test_a_stack_that_each_thread_has_for_itself_disturbs_no_other():
         turn([])
     assert not disturbs_others(recording)
 
+    def own():
+        made = types.SimpleNamespace()
+        made.train = True
+        made.train = False
+        return lambda: made
+
+    with Recording() as recording:
+        own()
+    assert not disturbs_others(recording)
+
     def shared():
         stack.append(1)
         return stack.pop()

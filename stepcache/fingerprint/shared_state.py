@@ -103,13 +103,13 @@ def _writes_of(code: CodeType, frame: FrameType) -> Iterator[_Write]:
 
 def _owner(variable: str, code: CodeType, frame: FrameType) -> int:
     """What a variable belongs to that other threads may share; 0 if it is the code's own."""
-    is_given = variable in code.co_varnames
-    held = frame.f_locals if is_given or variable in code.co_freevars else frame.f_globals
+    is_own = variable in code.co_varnames or variable in code.co_cellvars
+    held = frame.f_locals if is_own or variable in code.co_freevars else frame.f_globals
     value = held.get(variable)
     kind = type(value)
     if issubclass(kind, threading.local):
         return 0
-    if is_given:
+    if is_own:
         is_method = variable == "self" and code.co_name not in _MAKES_ITS_OWN
         return id(kind) if is_method and value is not None and is_plain(kind) else 0
     return id(value) if variable in code.co_freevars else id(held)
