@@ -55,6 +55,36 @@ def quick_switching() -> Iterator[None]:
         yield
 
 
+# Objects made since the last collection, at which Python looks for the next one.
+_OBJECTS_OF_A_TRACE = 20_000
+
+
+class _RareCollections(Shared):
+    """Has Python collect garbage rarely, until the last user leaves or other code sets it.
+
+    A trace makes many objects and nearly no cycles of them, and Python looks through all objects
+    whenever they have become a quarter more: a sixth to a quarter of the time of a trace.
+    """
+
+    _usual: tuple[int, int, int] | None = None
+
+    def _make(self, users: int) -> bool:
+        usual = gc.get_threshold()
+        if not users and 0 < usual[0] < _OBJECTS_OF_A_TRACE:  # 0 is for never.
+            self._usual = usual
+            gc.set_threshold(_OBJECTS_OF_A_TRACE, *usual[1:])
+        return True
+
+    def _undo(self) -> None:
+        usual = self._usual
+        if usual is not None and gc.get_threshold() == (_OBJECTS_OF_A_TRACE, *usual[1:]):
+            gc.set_threshold(*usual)
+        self._usual = None
+
+
+rare_collections = _RareCollections()
+
+
 class _Collecting(threading.local):
     collecting = False
 

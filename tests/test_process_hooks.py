@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import stepcache as sc
 from stepcache._changes import Undoing
 from stepcache.fingerprint.recorder import Recording
 from tests.cluster.pods import run_pod, succeeded
@@ -748,6 +750,33 @@ def test_the_switch_interval_is_as_the_user_says(seconds, when):
         assert sys.getswitchinterval() == pytest.approx(seconds)
     finally:
         sys.setswitchinterval(usual)
+
+
+# ---- garbage collections ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("when", "young"), [("never", 0), *itertools.product(["before", "during"], [0, 500, 50_000])]
+)
+def test_garbage_is_collected_rarely_in_a_trace_unless_the_user_says_so(young, when):
+    usual, seen = gc.get_threshold(), []
+
+    @sc.step
+    def step(x):
+        seen.append(gc.get_threshold())
+        if when == "during":
+            gc.set_threshold(young, 7, 8)
+        return x + 1
+
+    try:
+        if when == "before":
+            gc.set_threshold(young, 7, 8)
+        before = gc.get_threshold()
+        step(1.0)
+        assert seen == [before if when == "before" and young != 500 else (20_000, *before[1:])]
+        assert gc.get_threshold() == (before if when == "never" else (young, 7, 8))
+    finally:
+        gc.set_threshold(*usual)
 
 
 # ---- fatal signals ------------------------------------------------------------------------------

@@ -759,6 +759,13 @@ FLAGS = {
     "a list that is emptied": ("STACK.append(1)", "STACK.clear()", False),
     "a stack in an object": ("SPACE.stack.append(1)", "SPACE.stack.pop()", False),
     "an attribute of a trainer": ("self.train = True", "self.train = False", False),
+    "an attribute by name": ("setattr(SPACE, 'train', True)", "delattr(SPACE, 'train')", False),
+    "a method": ("self.turn(True)", "self.turn(False)", False),
+    "a method that sets by name": ("self.turn_by_name(True)", "self.turn_by_name(False)", False),
+    "a function": ("turn(SPACE, True)", "turn(SPACE, False)", False),
+    "a function over a variable": ("turn_all(True)", "turn_all(False)", False),
+    "a method of two objects": ("LAYERS[0].note(True)", "LAYERS[1].note(True)", True),
+    "a function over two objects": ("turn(SPACE, True)", "turn(LAYERS[0], True)", True),
     "a count": ("SPACE.count += 1", "pass", True),
     "a list that grows": ("STACK.append(1)", "pass", True),
     "an own object": ("own = Space(); own.train = True", "own = Space(); own.train = False", True),
@@ -808,6 +815,19 @@ def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(
     FLAGS, SPACE, STACK = {{"train": False}}, Space(), []
     SPACE.stack, TRAIN = [], False
 
+    class Layer:
+        def note(self, value):
+            self.noted = value
+
+    LAYERS = Layer(), Layer()
+
+    def turn(of, value):
+        of.train = value
+
+    def turn_all(value):
+        global TRAIN
+        TRAIN = value
+
     class Trainer:
         train = False
 
@@ -815,6 +835,10 @@ def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(
             {first}
         def leave(self):
             {last}
+        def turn(self, value):
+            self.train = value
+        def turn_by_name(self, value, name="train"):
+            setattr(self, name, value)
 
         def step(self, x):
             self.enter()

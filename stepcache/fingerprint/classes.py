@@ -133,6 +133,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
         for attribute in _methods_that_may_make(cls):
             walk.when_named(attribute, f"{name}.{attribute} (given)", cls)
     of_packages = _prefixes_of_packages(cls)
+    at_definition = _AT_DEFINITION[issubclass(cls, type)]
     for attribute, value in sorted(vars(cls).copy().items()):
         if attribute in _INTERNALS or isinstance(value, instances.SLOT_TYPES):
             continue
@@ -148,7 +149,7 @@ def follow_user_class(walk: Trail, name: str, cls: type) -> None:
             walk.when_named(entering(path), path, value)  # As `dataclasses.replace` enters it.
             if attribute == "__new__":  # Whichever class it makes an object of, code has that.
                 walk.when_named(attribute, path, value)
-        elif attribute in generated:
+        elif attribute in generated or attribute in at_definition:
             walk.when_named(entering(path), path, value)
         elif attribute.startswith(of_packages) or (
             selective and (attribute in _OF_FIELDS or not is_special(attribute))
@@ -243,6 +244,11 @@ def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
     return tuple(f"__{package}_" for package in packages - values.TRUSTED)
 
 
+# They run when a class is defined; by whether they are a metaclass's.
+_AT_DEFINITION = {
+    False: ("__init_subclass__", "__set_name__"),
+    True: ("__init_subclass__", "__set_name__", "__prepare__", "__new__", "__init__"),
+}
 # They run when an instance is made. One that is there already does not need them.
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__attrs_post_init__")
 

@@ -97,7 +97,7 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
 
     Args:
         codes: from anywhere.
-        of_jax: more, by identity, known to come from JAX. They are many, and mostly those of the
+        of_jax: more, by identity, that count in all traces. They are many, and mostly those of the
             trace before, in the same dictionary: it is not to be changed.
     """
     others = (code for code in codes if _is_of_library(code.co_filename))
@@ -107,7 +107,7 @@ def reads_of(codes: Iterable[types.CodeType], of_jax: dict[int, types.CodeType])
     key = id(of_jax), frozenset(installed)
     with _lock:
         if key not in _together:
-            installed |= of_jax
+            installed |= {i: code for i, code in of_jax.items() if _is_of_library(code.co_filename)}
             unknown = [code for each, code in installed.items() if each not in _reads]
             by_file = _modules_by_file() if unknown else {}
             for code in unknown:

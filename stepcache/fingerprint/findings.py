@@ -14,8 +14,9 @@ class Findings:
 
     # The code objects entered, by their identities, for hashing code looks at all of it.
     entered: dict[int, CodeType] = field(default_factory=dict)
-    # JAX's own that any trace has entered so far, which counts as entered. Recordings share one
-    # dictionary until there is more: its identity tells what is known of it. Not to be changed.
+    # JAX's own, and what it uses, that any trace has entered so far: it counts as entered (see
+    # `seen_codes`). Recordings share one dictionary until there is more: its identity tells what is
+    # known of it. Not to be changed.
     of_jax: dict[int, CodeType] = field(default_factory=dict)
     # Of code that equinox has generated for a class, by its identity: that class.
     generated: dict[int, type] = field(default_factory=dict)
@@ -24,8 +25,8 @@ class Findings:
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     # Names of environment variables asked for, `WHICH_VARIABLES` among them.
     variables: set[str] = field(default_factory=set)
-    # What stands for the settings asked for, among the names that code reads; and the names of
-    # fields that `dataclasses` read.
+    # What stands for the settings asked for, among the names that code reads; the names of fields
+    # that `dataclasses` read; and `shared_state.ALONE`.
     settings: set[str] = field(default_factory=set)
     # Code, by identity, that loops over a set which a variable of it led to.
     over_sets: set[int] = field(default_factory=set)

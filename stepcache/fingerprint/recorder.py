@@ -72,8 +72,13 @@ _READERS_OF_FIELDS = {
 
 @dataclass(slots=True, eq=False)
 class Recording(Findings):
-    """Finds what a trace uses, between `begin` and `end`."""
+    """Finds what a trace uses, between `begin` and `end`.
 
+    Attributes:
+        written: what of that which others may see the code that was entered sets.
+    """
+
+    written: set[tuple] = field(default_factory=set, init=False, repr=False)
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
     _within: FrameType | None = field(default=None, init=False, repr=False)  # An import around it.
@@ -140,8 +145,9 @@ def _enter(code: CodeType, frame: FrameType) -> bool:
     made = code.co_filename.startswith("<")
     if made:  # By exec: whose it is, its globals tell.
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("namedtuple_") or origin_of_module(name) != USER:
-            if name.partition(".")[0] in FRAMEWORKS:
+        of_tuple = name.startswith("namedtuple_")
+        if of_tuple or origin_of_module(name) != USER:
+            if of_tuple or name.partition(".")[0] in FRAMEWORKS:
                 seen_codes.made_by_frameworks[id(code)] = code
             return True
         if code.co_name == "__hash__" and is_for_caches_of_jax(frame):
@@ -171,7 +177,8 @@ def _has_to_be_seen_again(code: CodeType) -> bool:
     if id(code) in seen_codes.counted:
         return False
     looking = [each for each in active.current() if each.nesting and id(code) in each.entered]
-    return True in [each.nesting.enter(code) for each in looking]
+    nested = [each.nesting.enter(code) for each in looking]
+    return True in nested or shared_state.has_to_be_seen_again(code)
 
 
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:

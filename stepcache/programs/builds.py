@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepcache._changes import Undoing
+from stepcache._process_hooks import rare_collections
 
 
 class Builds:
@@ -28,6 +29,7 @@ class Builds:
         return getattr(self._thread, "builds", ())
 
     def _enter(self, build: object) -> None:
+        rare_collections.start(build)
         with self._lock:
             self._in_python.add(build)
             self._note()
@@ -36,6 +38,7 @@ class Builds:
         with self._lock:
             self._in_python.discard(build)
             self._note()
+        rare_collections.stop(build)
 
     def _note(self) -> None:
         self._latest = time.perf_counter()

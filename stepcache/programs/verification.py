@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
-from stepcache._process_hooks import quick_switching
+from stepcache._process_hooks import quick_switching, rare_collections
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import StaleProgramError, StaleProgramWarning, warn
@@ -241,6 +241,7 @@ class Checks:
         """
         token = jaxcompat.ValueToken((self._number, "retrace", time.monotonic()))
         with Undoing() as undoing, undoing:
+            undoing.use(rare_collections)
             undoing.hold(jaxcompat.tracing_context(request.mesh))
             jaxcompat.trace_anew(undoing, token)
             try:

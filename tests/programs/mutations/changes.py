@@ -1525,6 +1525,34 @@ OBJECTS = [
         """,
         "__call__",
     ),
+    *(
+        Kind(
+            f"what_defines_a_class_in_the_step_by_{name}",
+            f"""
+            class Meta(type):
+                def __new__(meta, *given):
+                    cls = super().__new__(meta, *given)
+                    cls.rate = {values[0]}
+                    return cls
+                def __init__(cls, *given): cls.rate *= {values[1]}
+            class Base:
+                def __init_subclass__(cls, **given): cls.rate = {values[2]}
+            class Field:
+                def __set_name__(self, owner, name): owner.scale = {values[3]}
+            def step(x):
+                class First(metaclass=Meta): pass
+                class Second(Base): field = Field()
+                return x * First.rate * Second.rate * Second.scale
+            """,
+            where,
+        )
+        for name, where, *values in (
+            ("new", "Meta.__new__", "«2¦3»", 5, 7, 11),
+            ("init", "Meta.__init__", 2, "«5¦3»", 7, 11),
+            ("init_subclass", "Base.__init_subclass__", 2, 5, "«7¦3»", 11),
+            ("set_name", "Field.__set_name__", 2, 5, 7, "«11¦3»"),
+        )
+    ),
     Kind(
         "metaclass_attribute",
         """

@@ -51,6 +51,26 @@ HARMLESS = [
         """,
     ),
     _kind(
+        "harmless_constructor_beside_a_registry_of_classes",  # Which defining a class fills.
+        """
+        import time
+        CLASSES = {}
+        class Meta(type):
+            def __init__(cls, name, *given):
+                super().__init__(name, *given)
+                CLASSES[name] = cls
+        class Base(metaclass=Meta):
+            classes = []
+            def __init_subclass__(cls, **given):
+                super().__init_subclass__(**given)
+                Base.classes.append(cls)
+        class Model(Base):
+            def __init__(self): self.rate, self.made = 2.0, (time.time(), «0.1¦0.2»)
+            def run(self, x): return x * self.rate
+        step = Model().run
+        """,
+    ),
+    _kind(
         "harmless_constructor_beside_one_of_a_base",  # Which the step enters for another class.
         """
         import time
