@@ -122,17 +122,17 @@ def test_a_step_that_does_not_end_is_reported(on_hang, caplog):
     with sc.Session(target="local:1x1", hang_after=0.3, on_hang=on_hang) as session:
         state = sc.Variables(np.float32(0), name="state")
         assert state.value == 0  # So run 1 is done, and known to be.
-        made = endless(np.float32(1))
         match = r"no progress for 0.3 s: task 0: run 2 of client \d+ \(2 are started, the"
+        # Around the call, too: where that takes long, it is told before the wait begins.
         if on_hang == "error":
             with pytest.raises(sc.RankLostError, match=match):
-                made.block_until_ready()
+                endless(np.float32(1)).block_until_ready()
             state.assign(np.float32(1))
             assert state.value == 1
         else:
             interrupted = pytest.raises(KeyboardInterrupt)
             with caplog.filtering(InterruptingWait(match)), interrupted:
-                made.block_until_ready()
+                endless(np.float32(1)).block_until_ready()
     closed(session)
 
 
