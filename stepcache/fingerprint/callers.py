@@ -23,17 +23,15 @@ import jax.monitoring
 
 from stepcache import events
 from stepcache.fingerprint import imports
+from stepcache.fingerprint.known_packages import FRAMEWORKS, OF_JAX
 from stepcache.fingerprint.provenance import (
     INSTALLED,
-    OF_JAX,
     PYTHON,
     file_label,
     origin_of_file,
     package_of,
 )
 
-# Frameworks call the clock and the like for their own logs; it does not reach the trace.
-FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "stepcache", "orbax", "absl", "etils")
 # Numbers its calls at random, to find them in the stack of an error.
 _NUMBERS_CALLS = "/equinox/_jit.py"
 CHECKS_TYPES = "<@beartype("

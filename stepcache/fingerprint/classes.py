@@ -18,16 +18,16 @@ import types
 import typing
 from typing import Any
 
-from stepcache.fingerprint import instances, opened_files, values
+from stepcache.fingerprint import instances, opened_files
 from stepcache.fingerprint.bytecode import (
     DYNAMIC_ACCESS,
     MAKES_ANY,
     names_of,
 )
 from stepcache.fingerprint.callers import OF_EQUINOX
-from stepcache.fingerprint.code_reads import ASK_THEIR_OWN
 from stepcache.fingerprint.escapes import passes_on_self
 from stepcache.fingerprint.held import CONTAINERS, function_in
+from stepcache.fingerprint.known_packages import ASK_THEIR_OWN, TRUSTED
 from stepcache.fingerprint.provenance import (
     INSTALLED,
     USER,
@@ -180,7 +180,7 @@ def _keeps_out_of_sight(metaclass: type) -> bool:
     These are the defaults of attributes there, which no `vars` shows.
     """
     plain: type = type
-    is_known = metaclass.__module__.partition(".")[0] in values.TRUSTED
+    is_known = metaclass.__module__.partition(".")[0] in TRUSTED
     return metaclass.__basicsize__ > plain.__basicsize__ and not is_known
 
 
@@ -241,7 +241,7 @@ def _prefixes_of_packages(cls: type) -> tuple[str, ...]:
     metaclass: type = type(cls)
     bases = {*cls.__mro__, *metaclass.__mro__}
     packages = {base.__module__.partition(".")[0] for base in bases if origin_of(base) == INSTALLED}
-    return tuple(f"__{package}_" for package in packages - values.TRUSTED)
+    return tuple(f"__{package}_" for package in packages - TRUSTED)
 
 
 # They run when a class is defined; by whether they are a metaclass's.

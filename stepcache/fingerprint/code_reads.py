@@ -34,6 +34,7 @@ from stepcache.fingerprint.instructions import (
     is_for_call,
     mere_keys,
 )
+from stepcache.fingerprint.known_packages import ASK_THEIR_OWN, NAMED_BY_THEMSELVES, TRUSTED
 from stepcache.fingerprint.nondeterminism import NUMPYS_NOW, asks_numpy_for_now, why_impure
 from stepcache.fingerprint.provenance import (
     INSTALLED,
@@ -44,7 +45,6 @@ from stepcache.fingerprint.provenance import (
     package_of,
 )
 from stepcache.fingerprint.tokens import is_special
-from stepcache.fingerprint.values import TRUSTED
 from stepcache.jaxcompat import inspection
 
 
@@ -222,16 +222,6 @@ def _asked_for_by_others(code: types.CodeType) -> set[str]:
     return asked_for
 
 
-# These packages read a `name` of objects of their own classes alone: of types of numbers, of
-# parameters of functions. Users have such an attribute for that of a run.
-_NAMED_BY_THEMSELVES = frozenset(("numpy", "flax", "optax"))
-ASK_THEIR_OWN = TRUSTED | frozenset(
-    "absl chex diffrax einops equinox etils haiku jaxtyping lineax mujoco numpyro optimistix orbax "
-    "penzai typeguard typing_extensions.py beartype wadler_lindig".split()
-)
-"""Packages that ask objects of their own classes alone, where they ask by computed names."""
-
-
 _ASKING = frozenset(("getattr", "hasattr"))
 
 
@@ -248,7 +238,7 @@ def _may_be_of_the_users(
     attributes are noted.
     """
     package = (module or "").partition(".")[0]
-    if name == "name" and package in _NAMED_BY_THEMSELVES:
+    if name == "name" and package in NAMED_BY_THEMSELVES:
         return False
     if MATCH_CLASS in code.co_code[::2] and any(
         isinstance(each, tuple) and name in each for each in code.co_consts

@@ -11,11 +11,8 @@ import sys
 from types import BuiltinFunctionType, ModuleType, NoneType
 from typing import Any
 
-from stepcache.fingerprint.nondeterminism import (
-    COMPILED_OF_MUJOCO,
-    name_of_method,
-    why_impure,
-)
+from stepcache.fingerprint.known_packages import COMPILED_OF_MUJOCO
+from stepcache.fingerprint.nondeterminism import name_of_method, why_impure
 
 IMPURE_MODULES = COMPILED_OF_MUJOCO | frozenset(
     ("time", "posix", "nt", "_thread", "_socket", "_random", "_posixsubprocess", "_uuid")

@@ -19,6 +19,7 @@ from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_OF
 from stepcache.fingerprint.held import Held
+from stepcache.fingerprint.known_packages import IN_EACH_TRACE, OF_JAX, WITH_KNOWN_COMPILED_CODE
 from stepcache.fingerprint.module_contents import content_of, was_read_after_ns
 from stepcache.fingerprint.name_meanings import (
     Meaning,
@@ -28,18 +29,11 @@ from stepcache.fingerprint.name_meanings import (
     members_of,
     text_of,
 )
-from stepcache.fingerprint.provenance import OF_JAX, file_of_module
+from stepcache.fingerprint.provenance import file_of_module
 from stepcache.fingerprint.tokens import digest
-from stepcache.fingerprint.values import TRUSTED
 from stepcache.fingerprint.visitor import Walk
 from stepcache.jaxcompat.hooks import REPLACED
 
-# They keep counters and caches in their modules, which differ from process to process.
-_WITH_STATE = frozenset((*OF_JAX, "stepcache"))
-# Their compiled code is known. dm-tree's takes containers apart, and reads and keeps nothing else;
-# mjx, which is mujoco's part for JAX, takes enumerations and constants of the rest, of which a call
-# is seen (see `COMPILED_OF_MUJOCO`).
-_KNOWN = frozenset(("tree", "mujoco"))
 _GONE = object()
 
 
@@ -92,8 +86,7 @@ def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
             walk.blame(f"module {name}", "its file was written to since this process began")
         walk.distribution(name)
         package = name.partition(".")[0]
-        known = package in TRUSTED or package in _KNOWN
-        if not known and _has_compiled_code(package):
+        if package not in WITH_KNOWN_COMPILED_CODE and _has_compiled_code(package):
             walk.blame(f"package {package}", "it has compiled code, which may read anything")
     for name, read in names.items():
         module = sys.modules.get(name)
@@ -145,7 +138,7 @@ class _ModuleState:
     def __init__(self, name: str, module: types.ModuleType):
         self.module = module
         self._name, self._space = name, vars(module)
-        self._has_state = name.partition(".")[0] in _WITH_STATE
+        self._has_state = name.partition(".")[0] in IN_EACH_TRACE
         self._forget()
 
     def _forget(self) -> None:

@@ -21,12 +21,11 @@ import numpy as np
 
 from stepcache import jaxcompat
 from stepcache.fingerprint.held import function_in
+from stepcache.fingerprint.known_packages import IN_EACH_TRACE
 from stepcache.fingerprint.lowering_rules import code_of_rule
 from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
 
-_PACKAGES = frozenset(
-    "jax jaxlib numpy scipy ml_dtypes opt_einsum flatbuffers nanobind stepcache".split()
-)
+_PACKAGES = IN_EACH_TRACE | {"scipy", "opt_einsum", "flatbuffers", "nanobind"}
 # A short trace is not worth examining JAX for.
 _BINDS_BEFORE_PAUSES = 300
 # The first binds of each primitive are watched: which code of JAX's they enter counts, too.

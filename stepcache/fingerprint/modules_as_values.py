@@ -12,10 +12,10 @@ import types
 from typing import Any
 
 from stepcache.fingerprint.dependencies import NAMES_IN
+from stepcache.fingerprint.known_packages import TRUSTED
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of_module
 from stepcache.fingerprint.tokens import ATOMS, digest, is_special
 from stepcache.fingerprint.trail import Trail
-from stepcache.fingerprint.values import TRUSTED
 
 # Modules whose names are not looked at: jaxlib's bindings are loaded bit by bit while a program is
 # lowered, and stepcache's own are not to be replaced.

@@ -17,6 +17,7 @@ from stepcache.fingerprint import instances
 from stepcache.fingerprint.classes import is_foreign
 from stepcache.fingerprint.dependencies import LATE
 from stepcache.fingerprint.held import CONTAINERS, function_in, is_immutable, registered_with
+from stepcache.fingerprint.known_packages import TRUSTED
 from stepcache.fingerprint.provenance import INSTALLED, PYTHON, USER, origin_of, origin_of_file
 from stepcache.fingerprint.tokens import (
     attribute_of,
@@ -28,7 +29,6 @@ from stepcache.fingerprint.tokens import (
     random_state,
     short,
 )
-from stepcache.fingerprint.values import TRUSTED
 
 
 @dataclass(slots=True)

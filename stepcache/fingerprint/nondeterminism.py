@@ -9,14 +9,9 @@ from __future__ import annotations
 import functools
 from types import CodeType
 
+from stepcache.fingerprint.known_packages import COMPILED_OF_MUJOCO
+
 NUMPYS_NOW = "numpy.datetime64('now')"
-
-
-# Of its objects and its functions. Those of its enumerations and constants keep to themselves.
-COMPILED_OF_MUJOCO = frozenset(
-    f"mujoco._{each}"
-    for each in "batch callbacks functions render rollout simulate specs structs".split()
-)
 
 
 def _by_name(named: dict[str, str]) -> dict[str, str]:

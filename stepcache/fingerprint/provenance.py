@@ -26,8 +26,6 @@ from stepcache import errors
 from stepcache.fingerprint.tokens import digest
 
 USER, INSTALLED, PYTHON = "user", "installed", "python"
-OF_JAX = frozenset(("jax", "jaxlib", "numpy", "ml_dtypes"))
-"""The packages that count as JAX."""
 
 _OWN_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _SITE_NAMES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

@@ -38,7 +38,6 @@ from stepcache.fingerprint.asked_by_name import (
     variables_read,
 )
 from stepcache.fingerprint.callers import (
-    FRAMEWORKS,
     OF_EQUINOX,
     calls_matter,
     is_bystander,
@@ -50,6 +49,7 @@ from stepcache.fingerprint.callers import (
 from stepcache.fingerprint.classes import OF_FIELDS, is_plain
 from stepcache.fingerprint.compiled_calls import decided_by, is_harmless, may_be_impure
 from stepcache.fingerprint.findings import Findings
+from stepcache.fingerprint.known_packages import FRAMEWORKS
 from stepcache.fingerprint.nondeterminism import why_impure
 from stepcache.fingerprint.provenance import (
     PYTHON,

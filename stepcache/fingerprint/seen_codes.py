@@ -11,7 +11,8 @@ from types import CodeType
 
 from stepcache.fingerprint import active_recordings as active
 from stepcache.fingerprint.callers import FOR_THEMSELVES
-from stepcache.fingerprint.provenance import OF_JAX, package_of
+from stepcache.fingerprint.known_packages import IN_EACH_TRACE
+from stepcache.fingerprint.provenance import package_of
 
 counted: dict[int, CodeType] = {}
 """Code that has counted in some trace, by identity: so it does in each."""
@@ -49,10 +50,7 @@ def note(code: CodeType) -> None:
 
 @functools.lru_cache(maxsize=8192)
 def _is_in_all(filename: str) -> bool:
-    return package_of(filename) in _IN_ALL or filename in FOR_THEMSELVES
-
-
-_IN_ALL = OF_JAX | {"stepcache"}
+    return package_of(filename) in IN_EACH_TRACE or filename in FOR_THEMSELVES
 
 
 def is_done_with(code: CodeType) -> bool:

@@ -16,6 +16,7 @@ from stepcache.fingerprint.callers import calls_matter
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, LOADS_GLOBAL
+from stepcache.fingerprint.known_packages import THE_SAME_IN_ANY_ORDER
 from stepcache.fingerprint.provenance import (
     PYTHON,
     USER,
@@ -86,12 +87,8 @@ def _is_passed_over(filename: str) -> bool:
     return (
         origin_of_file(filename) == PYTHON
         or not calls_matter(filename)
-        or package_of(filename) in _THE_SAME_ANYWAY
+        or package_of(filename) in THE_SAME_IN_ANY_ORDER
     )
-
-
-# They multiply lengths, and compare names; mjx loops over numbers, and brings groups in order.
-_THE_SAME_ANYWAY = ("einops", "opt_einsum", "mujoco")
 
 
 def _is_given_set(code: CodeType, frame: FrameType) -> bool:

@@ -15,11 +15,11 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from stepcache.fingerprint import active_recordings as active
-from stepcache.fingerprint.callers import FRAMEWORKS
 from stepcache.fingerprint.classes import is_plain
 from stepcache.fingerprint.findings import Findings
 from stepcache.fingerprint.instances import attributes_of
 from stepcache.fingerprint.instructions import LOADS_ATTRIBUTE, LOADS_GLOBAL, instructions_of
+from stepcache.fingerprint.known_packages import FRAMEWORKS
 from stepcache.fingerprint.provenance import INSTALLED, USER, origin_of_file, package_of
 
 ALONE = "not traced beside other threads"

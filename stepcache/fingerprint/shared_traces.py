@@ -23,8 +23,9 @@ from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.fingerprint import installed_packages
 from stepcache.fingerprint.findings import Findings
+from stepcache.fingerprint.known_packages import IN_EACH_TRACE
 from stepcache.fingerprint.nesting import Nesting
-from stepcache.fingerprint.provenance import OF_JAX, PYTHON, origin_of_file, package_of
+from stepcache.fingerprint.provenance import PYTHON, origin_of_file, package_of
 
 
 class SharedTraces(NamedTuple):
@@ -119,9 +120,6 @@ def _is_of_jax(recording: Findings, own: Set[CodeType]) -> bool:
     entered = recording.entered.items()
     others = (each for each in entered if origin_of_file(each[1].co_filename) != PYTHON)
     return all(
-        package_of(code.co_filename) in _SHARED or code in own or number in nesting.seen
+        package_of(code.co_filename) in IN_EACH_TRACE or code in own or number in nesting.seen
         for number, code in others
     )
-
-
-_SHARED = OF_JAX | {"stepcache"}

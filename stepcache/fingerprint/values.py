@@ -19,6 +19,7 @@ from typing import Any
 
 from stepcache.fingerprint import opened_files
 from stepcache.fingerprint.bytecode import DYNAMIC_ACCESS
+from stepcache.fingerprint.known_packages import TRUSTED
 from stepcache.fingerprint.nondeterminism import name_of_method
 from stepcache.fingerprint.provenance import INSTALLED, origin_of_module
 from stepcache.fingerprint.tokens import (
@@ -35,8 +36,6 @@ from stepcache.fingerprint.trail import Trail
 _LISTED = 64
 # Names the content of a container that has attributes too; its items are named as of any other.
 CONTENT = " (content)"
-# Compiled packages that are known to read nothing behind Python's back.
-TRUSTED = frozenset("jax jaxlib numpy scipy ml_dtypes flax optax stepcache".split())
 
 
 def note_items(walk: Trail, path: str, value: Iterable, kind: str) -> None:
