@@ -228,6 +228,8 @@ def note_array(walk: Trail, path: str, value: Any) -> None:
         if not value.flags.c_contiguous:
             text += f", strides {value.strides}"
         walk.note(path, f"{kind}{value.dtype}{list(value.shape)} {text}".removeprefix("ndarray "))
+        flags = value.flags
+        walk.when_named("flags", f"{path}.flags", (flags.writeable, flags.owndata, flags.aligned))
     more = getattr(value, "__dict__", None) if isinstance(value, np.ndarray) else None
     if more:  # As the mask of a masked array.
         walk.value(f"{path} (attributes)", dict(more))

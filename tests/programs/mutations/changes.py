@@ -1554,6 +1554,15 @@ OBJECTS = [
         )
     ),
     Kind(
+        "array_that_is_read_only",
+        """
+        WEIGHTS = np.arange(3.0)
+        WEIGHTS.setflags(write=«True¦False»)
+        def step(x): return x * (2 if WEIGHTS.flags.writeable else 3)
+        """,
+        "WEIGHTS.flags",
+    ),
+    Kind(
         "metaclass_attribute",
         """
         class Meta(type):
