@@ -126,7 +126,7 @@ class Engine:
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        through_python = watched or scope.closed or self.checks.stale is not None
+        through_python = watched or scope.closed or self.checks.suspicion is not None
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
             self.global_arguments = GlobalArguments(request, self.scope)

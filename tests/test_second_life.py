@@ -720,34 +720,38 @@ def test_a_program_is_verified_in_the_background(tmp_path, told):
 
 
 def test_a_check_that_another_thread_disturbed_decides_nothing(tmp_path, monkeypatch, told):
-    """What it changes for a while differs from trace to trace; what has changed does not."""
+    """A trace where the step is called does; as where the main thread evaluates for a while."""
     source = """
     @sc.step
     def step(x):
         return x * 2
     """
-    retraced, traces = verification.Checks._retraced, []
+    retraced, threads = verification.Checks._differences, []
 
     def disturbed(*arguments):
-        traces.append(1)
-        return retraced(*arguments)._replace(digest=f"another program, {len(traces)}")
+        threads.append(threading.current_thread())
+        found = retraced(*arguments)
+        return found if threads[-1] is threading.main_thread() else ("another program",)
 
-    for is_disturbed in (False, True, False):
-        with (
-            monkeypatch.context() as patch,
-            sc.Session(cache=cache_in(tmp_path, verify="background")),
-        ):
-            if is_disturbed:
-                patch.setattr(verification.Checks, "_retraced", disturbed)
+    monkeypatch.setattr(verification.Checks, "_differences", disturbed)
+    for _ in range(2):
+        cache = cache_in(tmp_path, verify="background")
+        with sc.Session(cache=cache):
             step = life(source, None, tmp_path).step
-            for _ in range(2):
-                step(np.ones(8))
-                cache = sc.current_session().cache
-                cache.flush()
-                cache.archive().verifier.flush()
-    assert len(traces) == 2
+            step(np.ones(8))
+            cache.flush()
+            wait_until_suspected(step)
+            step(np.ones(8))
+            cache.archive().verifier.flush()
+    assert len(threads) == 2 and threads[1] is threading.main_thread()
     assert [each.agrees for each in told(Verified)] == [True]
     assert levels(step.stats()) == WITHOUT_A_TRACE
+
+
+def wait_until_suspected(step, seconds=3):
+    limit = time.monotonic() + seconds
+    while step._engine.checks.suspicion is None and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 FLAGS = {
@@ -764,10 +768,21 @@ FLAGS = {
     "a method that sets by name": ("self.turn_by_name(True)", "self.turn_by_name(False)", False),
     "a function": ("turn(SPACE, True)", "turn(SPACE, False)", False),
     "a function over a variable": ("turn_all(True)", "turn_all(False)", False),
-    "a method of two objects": ("LAYERS[0].note(True)", "LAYERS[1].note(True)", True),
-    "a function over two objects": ("turn(SPACE, True)", "turn(LAYERS[0], True)", True),
-    "a count": ("SPACE.count += 1", "pass", True),
-    "a list that grows": ("STACK.append(1)", "pass", True),
+    "a method of a layer": ("LAYERS[0].note(True)", "pass", False),
+    "layers in a loop": ("for layer in LAYERS: layer.noted = True", "pass", False),
+    "a local variable": ("space = SPACE.inner; space.train = True", "pass", False),
+    "an attribute that is set once": ("self.losses = []", "pass", False),
+    "a count": ("SPACE.count += 1", "pass", False),
+    "a count in a dictionary": ("FLAGS['train'] += 1", "pass", False),
+    "a count of its own": ("n = {'n': 0}; n['n'] += 1; n['n'] -= 1", "pass", True),
+    "a generator of random numbers": ("x = NUMBERS.normal()", "pass", False),
+    "an iterator": ("x = next(ITEMS, None)", "pass", False),
+    "an iterator of its own": ("x = next(iter(FLAGS.values()))", "pass", True),
+    "a list that grows": ("STACK.append(1)", "pass", False),
+    "a list in an object": ("SPACE.stack.append(1)", "pass", False),
+    "metrics": ("metrics = {}; metrics['loss'] = 1", "pass", True),
+    "an argument's item": ("note({})", "pass", True),
+    "a list of its own": ("losses = []; losses.append(1)", "pass", True),
     "an own object": ("own = Space(); own.train = True", "own = Space(); own.train = False", True),
 }
 
@@ -813,7 +828,11 @@ def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(
     source = f"""
     class Space: count = 0
     FLAGS, SPACE, STACK = {{"train": False}}, Space(), []
-    SPACE.stack, TRAIN = [], False
+    SPACE.stack, SPACE.inner, TRAIN = [], Space(), False
+    NUMBERS, ITEMS = np.random.default_rng(0), iter([1, 2, 3])
+
+    def note(metrics):
+        metrics["loss"] = 1
 
     class Layer:
         def note(self, value):
@@ -911,12 +930,12 @@ def test_a_wrong_program_is_removed_and_the_next_call_raises(tmp_path, monkeypat
     with sc.Session(cache=cache):
         step = life(template.format(rate=0.25), cache, tmp_path).step
         assert step(np.ones(8))[0] == 0.5, "the hole"
-        wait_for_one(told, Verified)
         limit = time.monotonic() + 30
         with pytest.raises(sc.StaleProgramError, match=r"2\.500000e-01") as raised:
             while time.monotonic() < limit:
                 step(np.ones(8))
         assert raised.value.changes
+        assert [each.agrees for each in told(Verified)] == [False]
         monkeypatch.undo()
         assert step(np.ones(8))[0] == 0.25
     cache.flush()

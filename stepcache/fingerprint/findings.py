@@ -25,8 +25,8 @@ class Findings:
     files: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     # Names of environment variables asked for, `WHICH_VARIABLES` among them.
     variables: set[str] = field(default_factory=set)
-    # What stands for the settings asked for, among the names that code reads; the names of fields
-    # that `dataclasses` read; and `shared_state.ALONE`.
+    # What stands for the settings asked for, among the names that code reads; and the names of
+    # fields that `dataclasses` read.
     settings: set[str] = field(default_factory=set)
     # Code, by identity, that loops over a set which a variable of it led to.
     over_sets: set[int] = field(default_factory=set)

@@ -72,13 +72,8 @@ _READERS_OF_FIELDS = {
 
 @dataclass(slots=True, eq=False)
 class Recording(Findings):
-    """Finds what a trace uses, between `begin` and `end`.
+    """Finds what a trace uses, between `begin` and `end`."""
 
-    Attributes:
-        written: what of that which others may see the code that was entered sets.
-    """
-
-    written: set[tuple] = field(default_factory=set, init=False, repr=False)
     _watch: _Watch | None = field(default=None, init=False, repr=False)
     _why_not: str = field(default="", init=False, repr=False)
     _within: FrameType | None = field(default=None, init=False, repr=False)  # An import around it.
@@ -177,8 +172,7 @@ def _has_to_be_seen_again(code: CodeType) -> bool:
     if id(code) in seen_codes.counted:
         return False
     looking = [each for each in active.current() if each.nesting and id(code) in each.entered]
-    nested = [each.nesting.enter(code) for each in looking]
-    return True in nested or shared_state.has_to_be_seen_again(code)
+    return True in [each.nesting.enter(code) for each in looking]
 
 
 def _note_reader_of_fields(code: CodeType, frame: FrameType) -> None:

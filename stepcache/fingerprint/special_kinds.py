@@ -230,6 +230,7 @@ def note_array(walk: Trail, path: str, value: Any) -> None:
         walk.note(path, f"{kind}{value.dtype}{list(value.shape)} {text}".removeprefix("ndarray "))
         flags = value.flags
         walk.when_named("flags", f"{path}.flags", (flags.writeable, flags.owndata, flags.aligned))
+        walk.when_named("base", f"{path}.base", value.base is None)
     more = getattr(value, "__dict__", None) if isinstance(value, np.ndarray) else None
     if more:  # As the mask of a masked array.
         walk.value(f"{path} (attributes)", dict(more))

@@ -61,7 +61,7 @@ def container_text(value: Any, depth: int = 3) -> str | None:
 def random_state(value: Any) -> str | None:
     """The state of a generator of random numbers, which says what it will give next, or None."""
     kind = type(value)  # An object may answer for its class by what it does not show.
-    if not issubclass(kind, _GENERATORS):
+    if not issubclass(kind, GENERATORS):
         return None
     if any(value is each for each in _OF_THE_PROCESS) or issubclass(kind, random.SystemRandom):
         return "not its own"  # Where a trace draws from it, the recording says so.
@@ -82,7 +82,7 @@ def _state_text(state: Any) -> str:
     return repr(state.tolist() if isinstance(state, np.ndarray) else state)
 
 
-_GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _OF_THE_PROCESS = (
     getattr(np.random.mtrand, "_rand", _MISSING),
     getattr(random, "_inst", _MISSING),

@@ -1,8 +1,9 @@
 """`Checks`: verifies that the programs in use still match a new trace of the step.
 
 A program that was loaded without a trace is verified by one, in the background, until one start has
-done so, and by a sample of later starts. Where something has changed that a program depends on, a
-new trace says whether it matters.
+done so, and by a sample of later starts. Other threads may disturb that trace, so where it gives
+another program, the next call traces the step, and that decides. Where something has changed that a
+program depends on, a new trace says whether it matters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import collections
 import contextlib
 import contextvars
 import difflib
-import logging
+import functools
 import threading
 import time
 import zlib
@@ -40,9 +41,8 @@ from stepcache.programs.resolution import Resolution
 from stepcache.storage import plain
 from stepcache.storage.dependency_record import DependencyRecord
 
-_log = logging.getLogger("stepcache")
-# A call that was under way may still tell the dispatcher about a stale program: it is cleared so
-# many times, so far apart, or until the error has been raised.
+# A call that was under way may still tell the dispatcher about a suspected program: it is cleared
+# so many times, so far apart, or until a call has judged it.
 _STALE_ROUNDS, _STALE_SECONDS = 100, 0.05
 _QUIET_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 20.0
 # So many of a step's latest programs are traced anew when something has changed.
@@ -73,20 +73,23 @@ class Checks:
         self._accepted: dict[Key, dict[str, str]] = {}
         self._calls_until_check = 0
         self._warned = False
-        self.stale: StaleProgramError | None = None  # To be raised by the next call.
+        # Judges, in the thread of the next call, what a check in the background has found.
+        self.suspicion: Callable[[], None] | None = None
 
     def raise_if_stale(self) -> None:
-        """Raises, once, the error that a check in the background has found.
+        """Judges, once, what a check in the background has found.
+
+        Other threads may have disturbed that trace; this one is made where the step is called.
 
         Raises:
-            StaleProgramError: a program was not the one that a trace gives.
+            StaleProgramError: a program is not the one that a trace gives.
         """
-        if self.stale is None:
+        if self.suspicion is None:
             return
         with self._lock:
-            error, self.stale = self.stale, None
-        if error is not None:
-            raise error
+            judge, self.suspicion = self.suspicion, None
+        if judge is not None:
+            judge()
 
     def every(self, cache: ProgramCache, request: Request, program: Program) -> None:
         """Every so many calls: does the step still lower to this program?
@@ -175,24 +178,45 @@ class Checks:
         self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
     ) -> None:
         started = time.perf_counter()
+        record = resolution.result.record
+        assert record is not None
         if jaxcompat.environment() != request.key.environment:
             return  # The caller's settings cannot be had in another thread.
-        record, address = resolution.result.record, resolution.address
-        assert record is not None and address is not None
         if resolution.result.assumes and not self._is_as_it_was(request, record):
             return  # A trace would begin elsewhere than the program's own.
-        program = resolution.program
-        found = self._retraced(request, program.run.out_tree, record.tree)
-        changes = self._differences(found, program, record)
+        if self._differences(request, resolution) is None:
+            self._note(archive, resolution, None, time.perf_counter() - started)
+        elif not archive.verifier.is_stopping:  # Which may have interrupted the trace.
+            self._suspect(functools.partial(self._judge, cache, request, archive, resolution))
+
+    def _judge(
+        self, cache: ProgramCache, request: Request, archive: Archive, resolution: Resolution
+    ) -> None:
+        """Traces a suspected program in this thread. Raises `StaleProgramError` if it is wrong."""
+        started = time.perf_counter()
+        record, address = resolution.result.record, resolution.address
+        assert record is not None and address is not None
+        if jaxcompat.environment() != request.key.environment:
+            return  # The next start verifies it.
+        if not self._is_as_it_was(request, record):
+            return  # The program was right when it was loaded, and goes on as it was.
+        changes = self._differences(request, resolution)
+        self._note(archive, resolution, changes, time.perf_counter() - started)
         if changes is not None:
-            again = self._retraced(request, program.run.out_tree, record.tree)
-            if archive.verifier.is_stopping:
-                return  # A trace that is interrupted may fail in any way. The next start verifies.
-            if not found.is_like(again):
-                return  # Other threads change what it reads for a while.
-            if not self._is_as_it_was(request, record):
-                return  # The program was right when it was loaded, and goes on as it was.
-        seconds, name = time.perf_counter() - started, self._spec.name
+            archive.forget(address, record)
+            self._drop(cache, request.key)
+            raise self._staleness("was loaded, but a trace gives another program", changes)
+
+    def _note(
+        self,
+        archive: Archive,
+        resolution: Resolution,
+        changes: Sequence[Change] | None,
+        seconds: float,
+    ) -> None:
+        """Notes that a program was verified, or what differs."""
+        record, address, name = resolution.result.record, resolution.address, self._spec.name
+        assert record is not None and address is not None
         self._miss_log.count(verifications=1)
         row = archive.row(
             "verified" if changes is None else "stale",
@@ -205,22 +229,17 @@ class Checks:
         recorder.emit(Verified(name, changes is None, seconds))
         if changes is None:
             archive.note_verified(address, record)
-        else:
-            archive.forget(address, record)
-            try:
-                self._drop(cache, request.key)
-            finally:
-                self._make_stale(changes)
 
     def _is_as_it_was(self, request: Request, record: DependencyRecord) -> bool:
         """Whether what a loaded program depends on has not changed since it was loaded."""
         found = Lookup(self._spec, request).with_used(record.used)
         return agree(record.dependencies, found.dependencies)
 
-    def _differences(
-        self, found: _Retraced, program: Program, record: DependencyRecord
-    ) -> tuple[Change, ...] | None:
+    def _differences(self, request: Request, resolution: Resolution) -> tuple[Change, ...] | None:
         """What differs between a loaded program and a new trace; None where nothing does."""
+        record, program = resolution.result.record, resolution.program
+        assert record is not None
+        found = self._retraced(request, program.run.out_tree, record.tree)
         if found.error is not None:
             name = self._spec.name
             return (Change("code", name, "a program", found.error, "tracing it raised"),)
@@ -262,17 +281,14 @@ class Checks:
             return found == plain.pack(recorded) or found == plain.pack(lookup.encoded(before))
         return False
 
-    def _make_stale(self, changes: Sequence[Change]) -> None:
-        """Makes the next call raise, even if the dispatcher has been refilled."""
-        error = self._staleness("was loaded, but a trace gives another program", changes)
-        self.stale = error
+    def _suspect(self, judge: Callable[[], None]) -> None:
+        """Has the next call judge a program, even if the dispatcher has been refilled."""
+        self.suspicion = judge
         for _ in range(_STALE_ROUNDS):
             self._dispatcher.clear()
-            if self.stale is not error or not threading.main_thread().is_alive():
+            if self.suspicion is not judge or not threading.main_thread().is_alive():
                 break
             time.sleep(_STALE_SECONDS)
-        if self.stale is error:
-            _log.error("%s", error)  # Nobody may call the step again.
 
     def _drop(self, cache: ProgramCache, key: Key) -> None:
         self._levels.forget()
@@ -308,11 +324,6 @@ class _Retraced(NamedTuple):
     lowered: Any = None
     out_tree: Any = None
     error: str | None = None
-
-    def is_like(self, other: _Retraced) -> bool:
-        """Whether another trace gave the same, or raised an error of the same kind."""
-        kinds = ((each.error or "").partition(":")[0] for each in (self, other))
-        return self.digest == other.digest and len({*kinds}) == 1
 
 
 def _first_difference(before: str, after: str) -> tuple[Change, ...]:

@@ -1563,6 +1563,14 @@ OBJECTS = [
         "WEIGHTS.flags",
     ),
     Kind(
+        "array_that_is_a_view",
+        """
+        WEIGHTS = «np.arange(3.0)¦np.arange(6.0)[:3]»
+        def step(x): return x * (2 if WEIGHTS.base is None else 3)
+        """,
+        "WEIGHTS.base",
+    ),
+    Kind(
         "metaclass_attribute",
         """
         class Meta(type):
