@@ -63,7 +63,7 @@ class _RareCollections(Shared):
     """Has Python collect garbage rarely, until the last user leaves or other code sets it.
 
     A trace makes many objects and nearly no cycles of them, and Python looks through all objects
-    whenever they have become a quarter more: a sixth to a quarter of the time of a trace.
+    whenever they have become a quarter more: about a seventh of the time of a long trace.
     """
 
     _usual: tuple[int, int, int] | None = None
