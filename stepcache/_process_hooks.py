@@ -63,7 +63,8 @@ class _RareCollections(Shared):
     """Has Python collect garbage rarely, until the last user leaves or other code sets it.
 
     A trace makes many objects and nearly no cycles of them, and Python looks through all objects
-    whenever they have become a quarter more: about a seventh of the time of a long trace.
+    whenever they have become a quarter more: about a seventh of the time of a long trace. To end
+    this has Python collect at once, so it does not end between builds that follow each other.
     """
 
     _usual: tuple[int, int, int] | None = None

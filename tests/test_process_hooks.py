@@ -16,7 +16,9 @@ import pytest
 import stepcache as sc
 from stepcache._changes import Undoing
 from stepcache.fingerprint.recorder import Recording
+from stepcache.programs.background import LATER
 from tests.cluster.pods import run_pod, succeeded
+from tests.remote.processes import wait_until
 
 ROOT = Path(__file__).parent.parent
 MONITORED = sys.version_info >= (3, 12)
@@ -777,6 +779,20 @@ def test_garbage_is_collected_rarely_in_a_trace_unless_the_user_says_so(young, w
         assert gc.get_threshold() == (before if when == "never" else (young, 7, 8))
     finally:
         gc.set_threshold(*usual)
+
+
+def test_garbage_is_collected_as_usual_when_what_was_built_is_stored(tmp_path):
+    usual = gc.get_threshold()
+    release = threading.Event()
+    cache = sc.ProgramCache(tmp_path)
+    with sc.Session(cache=cache):
+        step = sc.step(lambda x: x + 1)
+        cache.archive().worker.submit(lambda: None if release.is_set() else LATER)
+        step(1.0)
+        assert gc.get_threshold() == (20_000, *usual[1:])
+        release.set()
+        cache.flush()
+    wait_until(lambda: gc.get_threshold() == usual)
 
 
 # ---- fatal signals ------------------------------------------------------------------------------

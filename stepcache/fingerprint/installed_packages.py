@@ -48,32 +48,26 @@ def note_modules(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> N
         modules: those that a trace entered.
         names: what it read of these and of others.
     """
+    modules = tuple(modules)
     with _lock:
         if names:
             look_again()
-        _noted.note(walk, modules, names)
-
-
-class _Noted:
-    """What was noted last: steps that use nothing but JAX's code give the same again and again."""
-
-    def __init__(self) -> None:
-        self._modules: Iterable[str] = ()
-        self._names: dict[str, str] = {}
-        self.dependencies: dict[str, str] = {}  # Empty where they are not known, or vary.
-
-    def note(self, walk: Walk, modules: Iterable[str], names: dict[str, str]) -> None:
-        """See `note_modules`. What it is given is not to be changed."""
-        again = modules == self._modules and names == self._names
-        if again and self.dependencies:
-            walk.dependencies |= self.dependencies
+        used = modules, tuple(names.items())
+        known = _noted.get(used)
+        if known:
+            walk.dependencies |= known
             return
-        self._modules, self._names, self.dependencies = modules, names, {}
-        if _note(walk, modules, names) and again:
-            alone = Walk()
-            _note(alone, modules, names)
-            if not alone.untrackable:
-                self.dependencies = alone.dependencies
+        is_steady = _note(walk, modules, names)
+        if len(_noted) >= _NOTED:
+            _noted.clear()
+        _noted[used] = _noted_alone(*used) if known is not None and is_steady else {}
+
+
+def _noted_alone(modules: Iterable[str], names: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The dependencies that `note_modules` adds; none where they cannot be fingerprinted."""
+    alone = Walk()
+    _note(alone, modules, dict(names))
+    return {} if alone.untrackable else alone.dependencies
 
 
 def _note(walk: Walk, modules: Iterable[str], names: dict[str, str]) -> bool:
@@ -273,7 +267,10 @@ def _meaning_of_class(cls: type, has_state: bool) -> Meaning:
 
 _classes: dict[int, tuple[type, Meaning]] = {}
 _lock = threading.RLock()
-_noted = _Noted()
+# By what steps use: steps that use nothing but JAX's code use the same again and again. Empty where
+# it was noted once, or varies.
+_noted: dict[Any, dict[str, str]] = {}
+_NOTED = 32
 _states: dict[str, _ModuleState] = {}
 _keep_for_threads: set[str] = set()  # Modules that hold something else in each thread, or did.
 _all_held = Held()
@@ -296,7 +293,7 @@ def look_again() -> None:
         if not others and is_same and _all_held.is_same():
             return
         _classes.clear()
-        _noted.dependencies = {}
+        _noted.clear()
         for state in _states.values():
             state.look()
         _all_held = Held()

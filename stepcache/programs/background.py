@@ -159,7 +159,10 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with Undoing() as undoing, undoing:
+                if not self._droppable:  # It has jobs as long as builds follow each other.
+                    undoing.use(_process_hooks.rare_collections)
+                self._work()
         except _Interrupted:
             pass
         except BaseException:

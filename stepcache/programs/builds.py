@@ -29,7 +29,6 @@ class Builds:
         return getattr(self._thread, "builds", ())
 
     def _enter(self, build: object) -> None:
-        rare_collections.start(build)
         with self._lock:
             self._in_python.add(build)
             self._note()
@@ -38,7 +37,6 @@ class Builds:
         with self._lock:
             self._in_python.discard(build)
             self._note()
-        rare_collections.stop(build)
 
     def _note(self) -> None:
         self._latest = time.perf_counter()
@@ -48,6 +46,7 @@ class Builds:
         """A program is looked for and built in this thread until the end of `undoing`."""
         outer, build = self._of_thread(), object()
         undoing.add(setattr, self._thread, "builds", outer)
+        undoing.use(rare_collections)
         undoing.add(self._leave, build)
         self._enter(build)
         self._thread.builds = (*outer, build)
