@@ -775,8 +775,7 @@ FLAGS = {
     "a count": ("SPACE.count += 1", "pass", False),
     "a count in a dictionary": ("FLAGS['train'] += 1", "pass", False),
     "a count of its own": ("n = {'n': 0}; n['n'] += 1; n['n'] -= 1", "pass", True),
-    "a generator of random numbers": ("x = NUMBERS.normal()", "pass", False),
-    "an iterator": ("x = next(ITEMS, None)", "pass", False),
+    "a generator that is put back": ("NUMBERS.random()", "NUMBERS.seed(0)", False),
     "an iterator of its own": ("x = next(iter(FLAGS.values()))", "pass", True),
     "a list that grows": ("STACK.append(1)", "pass", False),
     "a list in an object": ("SPACE.stack.append(1)", "pass", False),
@@ -829,7 +828,7 @@ def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(
     class Space: count = 0
     FLAGS, SPACE, STACK = {{"train": False}}, Space(), []
     SPACE.stack, SPACE.inner, TRAIN = [], Space(), False
-    NUMBERS, ITEMS = np.random.default_rng(0), iter([1, 2, 3])
+    import random; NUMBERS = random.Random(0)
 
     def note(metrics):
         metrics["loss"] = 1
@@ -877,6 +876,61 @@ def test_a_trace_that_would_disturb_other_threads_is_not_made_in_the_background(
             cache.archive().verifier.flush()
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
     assert step.stats().verifications == is_checked
+
+
+DRAWS = {
+    "numpy": ("np.random.default_rng(0)", "DRAWN.normal()"),
+    "numpy, by a function": ("np.random.default_rng(0)", "draw(DRAWN)"),
+    "numpy, its bits": ("np.random.default_rng(0)", "DRAWN.bit_generator.random_raw() % 7"),
+    "numpy, the older one": ("np.random.RandomState(0)", "DRAWN.rand()"),
+    "random": ("random.Random(0)", "DRAWN.random()"),
+    "an iterator": ("iter([1.0, 2.0, 3.0])", "next(DRAWN)"),
+    "a loop that ends early": ("iter([1.0, 2.0, 3.0])", "[each for each in DRAWN][0]"),
+    "several iterators": ("zip([1.0, 2.0], [3.0, 4.0])", "sum(next(DRAWN))"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_after_a_trace_is_the_same_in_each_start(name, tmp_path):
+    made, drawn = DRAWS[name]
+    source = f"""
+    import random
+    DRAWN = {made}
+    draw = lambda source: source.normal()
+    step = sc.step(lambda x: x * ({drawn}))
+    other = sc.step(lambda x: x + ({drawn}))
+    """
+    seen = []
+    for start in range(3):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            found = life(source, cache, tmp_path)
+            left = [found.step(1.0)]
+            if name != "a loop that ends early":
+                left += [found.other(1.0), draw_from(found.DRAWN)]
+            seen.append(left)
+            cache.flush()
+        assert levels(found.step.stats()) == (BUILT if start == 0 else WITHOUT_COMPILING)
+    assert seen[0] == seen[1] == seen[2]
+    assert "DRAWN: the trace draws from it" in str(found.step.last_miss)
+
+
+def draw_from(source):
+    return source.random() if hasattr(source, "random") else list(source)
+
+
+def test_what_is_not_drawn_from_costs_no_trace(tmp_path):
+    source = """
+    NUMBERS, ITEMS = np.random.default_rng(0), iter([1, 2, 3])
+    step = sc.step(lambda x: x * 2 if ITEMS is not None and NUMBERS is not None else x)
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache):
+            step = life(source, cache, tmp_path).step
+            step(1.0)
+            cache.flush()
+    assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
 
 
 def test_rules_of_flax_that_hold_for_one_thread(tmp_path):

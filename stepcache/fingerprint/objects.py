@@ -11,13 +11,14 @@ import functools
 import operator
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from stepcache.fingerprint import instances, values
 from stepcache.fingerprint.asked_by_name import config_among, is_model, note_config, note_model
 from stepcache.fingerprint.bytecode import SHOWS_ARGUMENTS, SHOWS_NAMESPACES
 from stepcache.fingerprint.classes import is_plain
-from stepcache.fingerprint.tokens import digest, is_special
+from stepcache.fingerprint.tokens import OF_ITERATOR, digest, is_special
 from stepcache.fingerprint.trail import Trail
 
 
@@ -28,10 +29,13 @@ def note_instance(walk: Trail, path: str, value: Any) -> None:
     if not instances.is_shown(cls):
         parts = instances.taken_apart(value)
         if parts is None:
-            walk.blame(path, f"a {cls.__module__}.{cls.__qualname__} cannot be looked into")
+            walk.blame(
+                path, f"an object of {cls.__module__}.{cls.__qualname__} cannot be looked into"
+            )
             return
         walk.note(path, f"a {walk.follow_class(cls)}, taken apart")
-        values.note_items(walk, f"{path} (parts)", parts, "parts")
+        is_iterator = issubclass(cls, Iterator)
+        values.note_items(walk, path + (OF_ITERATOR if is_iterator else " (parts)"), parts, "parts")
         if isinstance(value, operator.attrgetter | operator.methodcaller):
             walk.reads_any_attribute()
         return

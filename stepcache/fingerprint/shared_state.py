@@ -39,10 +39,10 @@ _SETS = frozenset(
 _LOADS_VARIABLE = LOADS_GLOBAL | {"LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW"}
 _TAKES_OUT = LOADS_ATTRIBUTE | LOADS_GLOBAL | {"LOAD_DEREF", "BINARY_SUBSCR", "FOR_ITER"}
 _SETTERS = frozenset(("setattr", "delattr"))
-# What draws from a generator of random numbers, which goes on to another state.
+# What draws from a generator of random numbers. Where its state is not put back after that, the step
+# is traced at each start (`left_by_traces.drawn_from`), and not checked.
 _DRAWS = frozenset(name for kind in GENERATORS for name in dir(kind) if name[0] != "_")
-_CHANGES = _MOVES | _SETTERS | _DRAWS | {"next"}
-_FUNCTIONS = _SETTERS | {"next", "iter"}
+_CHANGES = _MOVES | _SETTERS | _DRAWS
 _MAKES_ITS_OWN = frozenset(("__init__", "__new__", "__post_init__", "__setattr__"))
 
 
@@ -93,7 +93,7 @@ def _writes_of(code: CodeType, frame: FrameType) -> Iterator[_Write]:
     chain: tuple[str, ...] = ()  # The variable on the top of the stack, and what is asked of it.
     below: tuple[str, ...] = ()  # What lies below a key.
     copied: tuple[str, ...] = ()  # What `+=` will be stored to.
-    called = ""  # The function that lies below that, if it is `setattr` or `next`.
+    called = ""  # The function that lies below that, if it is `setattr` or `delattr`.
     instructions = instructions_of(code)
     shared = _shared_locals(code, instructions)
     for each in instructions:
@@ -111,8 +111,6 @@ def _writes_of(code: CodeType, frame: FrameType) -> Iterator[_Write]:
             written = below or copied
         elif called in _SETTERS and is_key:
             written, called = (*chain, str(argument)), ""
-        elif called == "next" and (is_key or operation.startswith("CALL")):
-            written, called = (*chain, "the next one") if chain else (), ""
         elif operation in LOADS_ATTRIBUTE and chain and argument in _MOVES | _DRAWS:
             found = _value_at(chain, frame)
             is_changed = issubclass(type(found), _CONTAINERS if argument in _MOVES else GENERATORS)
@@ -123,7 +121,7 @@ def _writes_of(code: CodeType, frame: FrameType) -> Iterator[_Write]:
             yield _Write(owner, written, how)
         copied = (below or chain or copied) if operation == "COPY" else (() if written else copied)
         below = (*chain, f"[{argument!r}]") if is_key else ()
-        if operation in LOADS_GLOBAL and argument in _FUNCTIONS:
+        if operation in LOADS_GLOBAL and argument in _SETTERS:
             called, chain = argument, ()
         elif operation in _LOADS_VARIABLE:
             chain = (argument,)

@@ -26,7 +26,7 @@ from stepcache.fingerprint.asked_by_name import note_settings
 from stepcache.fingerprint.lowering_rules import code_of_rule
 from stepcache.fingerprint.provenance import USER, origin_of
 from stepcache.fingerprint.remembered import REMEMBERING, holds_what_it_computes
-from stepcache.fingerprint.tokens import random_state, short
+from stepcache.fingerprint.tokens import STATE, random_state, short
 from stepcache.fingerprint.trail import Trail
 from stepcache.fingerprint.values import note_alias, note_items
 from stepcache.jaxcompat import Tracer, inspection
@@ -83,7 +83,8 @@ def _note_by_nature(walk: Trail, path: str, value: Any) -> bool:
             known = {*vars(inspection.PLAIN_JIT), *getattr(jitted[0], "__dict__", ())}
             _note_attributes(walk, path, value, known)
     elif (state := random_state(value)) is not None:
-        walk.note(path, f"{kind.__name__}, state {state}")
+        walk.note(path, kind.__name__)
+        walk.note(path + STATE, state)
     elif kind.__module__ == "flax.ids" or _full_name(kind) in inspection.ORIGINS_OF_JAXPRS:
         walk.note(path, kind.__name__)  # Flax's are numbers that tell modules apart in a process.
     elif isinstance(value, logging.Logger):

@@ -58,6 +58,10 @@ def container_text(value: Any, depth: int = 3) -> str | None:
     return f"{kind.__name__}({', '.join(ordered)})"
 
 
+STATE, OF_ITERATOR = " (state)", " (iterator)"
+"""In names of dependencies: the state of a generator of random numbers; a part of an iterator."""
+
+
 def random_state(value: Any) -> str | None:
     """The state of a generator of random numbers, which says what it will give next, or None."""
     kind = type(value)  # An object may answer for its class by what it does not show.

@@ -7,8 +7,10 @@ the first program still has the integer.
 
 from __future__ import annotations
 
+import re
 from types import CellType
 
+from stepcache.fingerprint.tokens import OF_ITERATOR, STATE
 from stepcache.programs.remaking import number_of
 
 Left = dict[str, tuple[str, str]]
@@ -32,6 +34,23 @@ def _same_number(before: str | None, after: str) -> bool:
         return False
     number = number_of(before)
     return number is not None and number == number_of(after)
+
+
+def drawn_from(dependencies: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The generators of random numbers, and iterators, that a trace has drawn from.
+
+    Whoever draws next gets what comes after that. Where the program is loaded, nothing is drawn.
+
+    Args:
+        dependencies: of the trace.
+        now: after it.
+    """
+    changed = (name for name, to in now.items() if dependencies.get(name, to) != to)
+    drawn = (re.match(_DRAWN_FROM, name) for name in changed)
+    return list(dict.fromkeys(each[1] for each in drawn if each))
+
+
+_DRAWN_FROM = re.compile(rf"(.*?)(?:{re.escape(STATE)}$|{re.escape(OF_ITERATOR)})")
 
 
 class LeftInCells:

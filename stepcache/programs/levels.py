@@ -23,7 +23,7 @@ from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
-from stepcache.programs.left_by_traces import Left, as_left, changed_by
+from stepcache.programs.left_by_traces import Left, as_left, changed_by, drawn_from
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
 from stepcache.programs.remaking import captured_numbers
@@ -278,6 +278,7 @@ class Levels:
         now = lookup.values_now(used)
         self._remember(dependencies | now)
         left = changed_by(dependencies, now)
+        untrackable += tuple(map(_is_drawn_from, drawn_from(dependencies, now)))
         # Another process may have imported before the trace what this one imported in it.
         dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
@@ -319,6 +320,10 @@ class Levels:
         """Drops what traces used, and has JAX trace the functions inside the step again."""
         with self._lock:
             self._recording, self._token = Findings(), jaxcompat.ContextToken()
+
+
+def _is_drawn_from(name: str) -> str:
+    return f"{name}: the trace draws from it, and what is drawn next depends on that"
 
 
 def _not_examined(recording: Findings, staged: jaxcompat.Staged) -> Traced:

@@ -28,7 +28,7 @@ SETS = {
     "a directory of each rank": ("cache{rank}", NAMES),
 }
 """Of scripts that one pod runs: with which `STEPCACHE_DIR`, and their names."""
-UNTRACKABLE = {"loggers": "writer.rows: a _csv.writer cannot be looked into"}
+UNTRACKABLE = {"loggers": "writer.rows: an object of _csv.writer cannot be looked into"}
 """What a step reads while it is traced, so that each start has to trace it."""
 RUN = """
 import importlib, os, sys, traceback

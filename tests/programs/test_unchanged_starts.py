@@ -245,7 +245,7 @@ def test_a_policy_that_haiku_keeps_for_one_thread(install, tmp_path):
     start(source, "haiku", tmp_path)
     again = start(source, "haiku", tmp_path)
     assert levels(again) == WITHOUT_COMPILING
-    assert "a haiku._src.mixed_precision._ThreadState cannot be looked into" in str(
+    assert "an object of haiku._src.mixed_precision._ThreadState cannot be looked into" in str(
         again.step.last_miss
     )
     with pytest.raises(AssertionError, match=r"\[0.0, 3.0, 6.0\]"):
