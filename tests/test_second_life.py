@@ -915,6 +915,79 @@ def test_what_is_drawn_after_a_trace_is_the_same_in_each_start(name, tmp_path):
     assert "DRAWN: the trace draws from it" in str(found.step.last_miss)
 
 
+COUNTS = {
+    "an attribute": ("class Keys: n = 0", "KEYS.n += 1; n = KEYS.n"),
+    "an attribute of the object": (
+        "class Keys:\n    def __init__(self): self.n = 0",
+        "KEYS.n += 1; n = KEYS.n",
+    ),
+    "a method": (
+        "class Keys:\n    n = 0\n    def next(self): self.n += 1",
+        "KEYS.next(); n = KEYS.n",
+    ),
+    "a variable": ("class Keys: pass", "global N; N += 1; n = N"),
+    "by another name": ("class Keys: n = 0", "KEYS.n = KEYS.n + 2; n = getattr(KEYS, 'n')"),
+    "a dictionary": ("class Keys: pass", "COUNTS['n'] += 1; n = COUNTS['n']"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_counted_in_a_trace_is_the_same_in_each_start(name, tmp_path):
+    """As a number that is folded into a random key."""
+    made, counts = COUNTS[name]
+    function = "def {}(x):\n    {}\n    return x * 10 + n\n"
+    source = f"N, COUNTS = 0, {{'n': 0}}\n{made}\nKEYS = Keys()\n"
+    source += "".join(f"@sc.step\n{function.format(each, counts)}" for each in ("step", "other"))
+    seen = []
+    for start in range(3):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = life(source, cache, tmp_path)
+            calls = [(each, np.ones(n)) for n in (2, 3) for each in (found.step, found.other)]
+            seen.append([float(each(x)[0]) for each, x in calls])
+            cache.flush()
+        assert start == 0 or found.step.stats().compiles == 0
+    assert seen[0] == seen[1] == seen[2]
+    assert "the trace changes it from" in str(found.step.last_miss)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        *("KEYS.n += 1", "KEYS.n -= 2", "global N; N += 1", "COUNT()"),
+        *("TRACED.append(1)", "SEEN.add(x.shape)"),
+    ],
+)
+def test_a_mere_count_of_traces_costs_no_trace_in_later_starts(counts, tmp_path):
+    source = f"""
+    class Keys: n = 0
+    KEYS, N, TRACED, SEEN = Keys(), 0, [], set()
+
+    def counter():
+        n = 0
+        def count():
+            nonlocal n
+            n += 1
+        return count
+
+    COUNT = counter()
+
+    @sc.step
+    def step(x):
+        {counts}
+        return x * 2
+    """
+    for _ in range(2):
+        cache = cache_in(tmp_path)
+        with sc.Session(cache=cache), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step = life(source, cache, tmp_path).step
+            step(1.0)
+            cache.flush()
+    assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
+
+
 def draw_from(source):
     return source.random() if hasattr(source, "random") else list(source)
 

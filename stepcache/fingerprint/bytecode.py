@@ -19,6 +19,7 @@ from stepcache.fingerprint.instructions import (
     attribute_asked_for,
     begins_with_bases,
     instructions_of,
+    mere_counts,
     mere_keys,
     only_compares,
     passes_on_what_it_is_asked_for,
@@ -118,6 +119,7 @@ class Names:
 
 
 _CLASS_OF = frozenset(("type", "__class__"))
+_NAMED = frozenset(dis.hasname + dis.hasfree)
 
 
 @functools.lru_cache(maxsize=512)
@@ -138,7 +140,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     keywords = _keywords(code.co_consts, instructions)
     compared = {name for name in _CLASS_OF & {*code.co_names} if only_compares(instructions, name)}
     own = {code.co_name} if begins_with_bases(code, instructions) else set()
-    names.attributes.update({*code.co_names} - compared - own, *keywords)
+    counts = mere_counts(instructions)
+    names.attributes.update({*code.co_names} - compared - own - counts, *keywords)
     has_type = any(each.argval == "type" and each.opname in LOADS_GLOBAL for each in instructions)
     if has_type and "type" not in compared:
         names.attributes.add(MAKES_ANY)
@@ -160,6 +163,8 @@ def _collect(code: CodeType, names: Names, outer_locals: set[str], whole: set[st
     chains: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for index, instruction in enumerate(instructions):
         operation, argument = instruction.opname, instruction.argval
+        if counts and argument in counts and instruction.opcode in _NAMED:
+            continue
         if instruction.opcode in dis.hasname:
             is_load = operation in LOADS_ATTRIBUTE or operation in LOADS_GLOBAL
             if is_load and (all_keys := _all_keys(code, instructions, index)):

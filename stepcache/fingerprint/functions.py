@@ -152,6 +152,8 @@ def _note_captured(
             walk.note(path, "empty")
             continue
         if type(value) in (int, float):
+            if names is not None and not _is_read(name, names):
+                continue  # It is only counted on.
             walk.cells.setdefault(path, cell)
         for_bases = name == "__class__" and names and needs_its_class_for_bases(names.codes)
         if for_bases and _asks_python(function) and note_tested_class(walk, path, value):
@@ -161,6 +163,11 @@ def _note_captured(
             follow_chain(walk, path, value, read)
         if not reads and not (isinstance(value, types.ModuleType) and names is not None):
             walk.value(path, value, way_to_captured(name, names))
+
+
+def _is_read(captured: str, names: Names) -> bool:
+    reads = {read.name for read in names.reads if read.kind == "captured"}
+    return captured in reads or not LOCAL_ACCESS.isdisjoint(names.attributes)
 
 
 def _reads_of_captured(name: str, value: Any, names: Names | None) -> list[Read]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dis
 import re
 import sys
@@ -38,6 +39,26 @@ def instructions_of(code: CodeType) -> list[dis.Instruction]:
         for operation, variable in zip(joined, each.argval, strict=True):
             found.append(each._replace(opname=operation, argval=variable))
     return found
+
+
+def mere_counts(instructions: list[dis.Instruction]) -> set[str]:
+    """Variables and attributes of which code only counts on the number, as by `self.calls += 1`."""
+    counted: collections.Counter[str] = collections.Counter()
+    for index, each in enumerate(instructions):
+        if each.opname != "BINARY_OP" or each.argrepr not in ("+=", "-=") or index < 2:
+            continue
+        load, number = instructions[index - 2 : index]
+        store = next((i for i in instructions[index + 1 :] if i.opname != "SWAP"), each)
+        is_constant = number.opname in _LOADS_CONSTANT and isinstance(number.argval, (int, float))
+        if is_constant and (load.opname, store.opname) in _COUNTED and load.argval == store.argval:
+            counted[load.argval] += 2
+    named = dis.hasname + dis.hasfree
+    used = collections.Counter(each.argval for each in instructions if each.opcode in named)
+    return {name for name, count in counted.items() if used[name] == count}
+
+
+_LOADS_CONSTANT = ("LOAD_CONST", "LOAD_SMALL_INT")
+_COUNTED = {(f"LOAD_{of}", f"STORE_{of}") for of in ("ATTR", "GLOBAL", "DEREF")}
 
 
 def attribute_asked_for(following: list[dis.Instruction]) -> str | None:

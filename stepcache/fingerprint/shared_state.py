@@ -39,8 +39,8 @@ _SETS = frozenset(
 _LOADS_VARIABLE = LOADS_GLOBAL | {"LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW"}
 _TAKES_OUT = LOADS_ATTRIBUTE | LOADS_GLOBAL | {"LOAD_DEREF", "BINARY_SUBSCR", "FOR_ITER"}
 _SETTERS = frozenset(("setattr", "delattr"))
-# What draws from a generator of random numbers. Where its state is not put back after that, the step
-# is traced at each start (`left_by_traces.drawn_from`), and not checked.
+# What draws from a generator of random numbers. Where its state is not put back, the step is traced
+# at each start (`left_by_traces.moved_on`), and not checked.
 _DRAWS = frozenset(name for kind in GENERATORS for name in dir(kind) if name[0] != "_")
 _CHANGES = _MOVES | _SETTERS | _DRAWS
 _MAKES_ITS_OWN = frozenset(("__init__", "__new__", "__post_init__", "__setattr__"))

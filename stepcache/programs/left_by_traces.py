@@ -1,4 +1,4 @@
-"""What a program's trace leaves changed, in a process that has loaded the program without a trace.
+"""What traces leave changed, also for a process that has loaded the program without a trace.
 
 A first trace may only make a number another type's: optax's cosine schedule makes a float of its
 `decay_steps`. Programs that were traced after it depend on the float, and a process that has loaded
@@ -36,21 +36,52 @@ def _same_number(before: str | None, after: str) -> bool:
     return number is not None and number == number_of(after)
 
 
-def drawn_from(dependencies: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The generators of random numbers, and iterators, that a trace has drawn from.
+def moved_on(dependencies: dict[str, str], now: dict[str, str]) -> tuple[str, ...]:
+    """Why others would get other values if the program were loaded, and not traced.
 
-    Whoever draws next gets what comes after that. Where the program is loaded, nothing is drawn.
+    A trace draws from generators of random numbers and iterators, or counts on from a number that
+    is more than a count of traces. Whoever draws or counts next goes on from there.
 
     Args:
         dependencies: of the trace.
         now: after it.
     """
-    changed = (name for name, to in now.items() if dependencies.get(name, to) != to)
-    drawn = (re.match(_DRAWN_FROM, name) for name in changed)
-    return list(dict.fromkeys(each[1] for each in drawn if each))
+    drawn, counted = {}, {}
+    for name, to in now.items():
+        before = dependencies.get(name) or _default_of(name, dependencies)
+        if before is None or before == to:
+            continue
+        if source := _DRAWN_FROM.match(name):
+            drawn[
+                f"{source[1]}: the trace draws from it, and what is drawn next depends on that"
+            ] = 0
+        elif None not in (number_of(before), number_of(to)) and not _same_number(before, to):
+            counted[
+                f"{name}: the trace changes it from {before} to {to}, and others may read it"
+            ] = 0
+    return (*drawn, *counted)
+
+
+def _default_of(name: str, dependencies: dict[str, str]) -> str | None:
+    """What the class of an object has for an attribute that the object does not have itself."""
+    owner, _, attribute = name.rpartition(".")
+    text = dependencies.get(owner, "")
+    return dependencies.get(f"{text[2:]}.{attribute}") if text.startswith("a ") else None
 
 
 _DRAWN_FROM = re.compile(rf"(.*?)(?:{re.escape(STATE)}$|{re.escape(OF_ITERATOR)})")
+_after_traces: dict[str, str] = {}  # What traces of this process have left, by name.
+
+
+def note_changed(dependencies: dict[str, str], now: dict[str, str]) -> None:
+    """Notes what a trace has changed: its dependencies, and what they are after it."""
+    _after_traces.update((name, to) for name, to in now.items() if dependencies.get(name) != to)
+
+
+def but_for_traces(dependencies: dict[str, str], before: dict[str, str]) -> dict[str, str]:
+    """Dependencies, where those that are as a trace has left them are as they were before."""
+    left = {name for name, token in dependencies.items() if _after_traces.get(name) == token}
+    return dependencies | {name: before[name] for name in left & before.keys()}
 
 
 class LeftInCells:

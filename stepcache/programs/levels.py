@@ -23,7 +23,14 @@ from stepcache.fingerprint.shared_traces import SharedTraces
 from stepcache.jaxcompat import storing
 from stepcache.programs.archive import Archive, Stage
 from stepcache.programs.build import Program, build
-from stepcache.programs.left_by_traces import Left, as_left, changed_by, drawn_from
+from stepcache.programs.left_by_traces import (
+    Left,
+    as_left,
+    but_for_traces,
+    changed_by,
+    moved_on,
+    note_changed,
+)
 from stepcache.programs.lookup import NEVER_STORED, Lookup, LookupResult
 from stepcache.programs.recorded_trace import RecordedTrace
 from stepcache.programs.remaking import captured_numbers
@@ -131,7 +138,7 @@ class Levels:
             self._left = self._left | left
         if archive is not None:
             archive.remember_left(left, lookup)
-        changes = self._changes_to(record.dependencies)
+        _, changes = self._changes_to(record.dependencies)
         captured = tuple(Captured(*each) for each in record.captured)
         program = Program(call.request.key, run, captured, seconds, 1, lowered=record.program)
         lowered = Lowered(zlib.decompress(record.outline).decode(), lambda: record.dependencies)
@@ -235,8 +242,8 @@ class Levels:
         with self._lock:
             recorded = self._recording
         known = lookup.extend(lookup.used_by(recorded)).dependencies
-        changes = self._changes_to(known)
-        if changes:  # What the traces before it used does not concern this one.
+        has_changed, changes = self._changes_to(known)
+        if has_changed:  # What the traces before it used does not concern this one.
             self._record_anew()
             lookup.restart()
             known = lookup.base.dependencies
@@ -278,7 +285,8 @@ class Levels:
         now = lookup.values_now(used)
         self._remember(dependencies | now)
         left = changed_by(dependencies, now)
-        untrackable += tuple(map(_is_drawn_from, drawn_from(dependencies, now)))
+        untrackable += moved_on(dependencies, now)
+        note_changed(dependencies, now)
         # Another process may have imported before the trace what this one imported in it.
         dependencies = {name: now[name] for name in lookup.late_among(now)} | dependencies
         tree = None
@@ -294,17 +302,22 @@ class Levels:
         why = f"fingerprinting its dependencies raised {type(error).__name__}"
         return Traced({}, Used(), {}, None, (why,))
 
-    def _changes_to(self, dependencies: dict[str, str]) -> tuple[Change, ...]:
-        """What has changed in this process since the step was last traced or loaded."""
+    def _changes_to(self, dependencies: dict[str, str]) -> tuple[bool, tuple[Change, ...]]:
+        """Whether something has changed in this process since the step was last traced or loaded.
+
+        And what it is, but for what traces have changed.
+        """
         found = as_left(dependencies, self._left)
         with self._lock:
             before = as_left(
                 {name: token for name, token in self._dependencies.items() if name in found},
                 self._left,
             )
-        changes = differences(before, {name: found[name] for name in before})
+        found = {name: found[name] for name in before}
+        has_changed = any(each.part in _MUTABLE for each in differences(before, found))
+        changes = differences(before, but_for_traces(found, before)) if has_changed else ()
         self._remember(dependencies)
-        return tuple(change for change in changes if change.part in _MUTABLE)
+        return has_changed, tuple(each for each in changes if each.part in _MUTABLE)
 
     def _remember(self, dependencies: dict[str, str]) -> None:
         with self._lock:
@@ -320,10 +333,6 @@ class Levels:
         """Drops what traces used, and has JAX trace the functions inside the step again."""
         with self._lock:
             self._recording, self._token = Findings(), jaxcompat.ContextToken()
-
-
-def _is_drawn_from(name: str) -> str:
-    return f"{name}: the trace draws from it, and what is drawn next depends on that"
 
 
 def _not_examined(recording: Findings, staged: jaxcompat.Staged) -> Traced:

@@ -34,6 +34,7 @@ from stepcache.programs.build import Program, trace
 from stepcache.programs.builds import builds
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import Dispatcher
+from stepcache.programs.left_by_traces import but_for_traces
 from stepcache.programs.levels import Levels
 from stepcache.programs.lookup import Lookup
 from stepcache.programs.miss_log import MissLog
@@ -108,7 +109,8 @@ class Checks:
         if program.dependencies is None or program.used is None:
             return
         dependencies = dict(Lookup(self._spec, request).with_used(program.used).dependencies)
-        changes = differences(self._accepted.get(request.key, program.dependencies), dependencies)
+        before = self._accepted.get(request.key, program.dependencies)
+        changes = differences(before, but_for_traces(dependencies, before))
         if not changes:
             return
         if self._retraced(request, program.run.out_tree).digest != program.lowered:

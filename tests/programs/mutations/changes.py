@@ -499,6 +499,7 @@ CODE = [
             return x * COUNT
         """,
         "COUNT",
+        vouched=False,
         unstable=True,
     ),
     Kind(
@@ -749,7 +750,17 @@ VALUES = [
         "iterator",
         "IT = iter([«2.0¦3.0», 1.0])\ndef step(x): return x * next(IT)",
         "IT",
+        vouched=False,
         unstable=True,
+    ),
+    Kind(
+        "iterator_that_is_copied",
+        """
+        import copy
+        IT = iter([«2.0¦3.0», 1.0])
+        def step(x): return x * next(copy.copy(IT))
+        """,
+        "IT",
     ),
     Kind(
         "generator",
@@ -1017,12 +1028,12 @@ OBJECTS = [
             f"constructor_by_super_{name}",
             f"""
             class Base:
-                def __init__(self, rate=«2.0¦3.0»): self.rate = rate
+                def __init__(self, rate="«2.0¦3.0»"): self.rate = rate
             class Config(Base):
-                def __init__(self, rate=4.0): self.rate = rate
+                def __init__(self, rate="4.0"): self.rate = rate
                 {method}
             config = Config()
-            def step(x): return x * {made}.rate
+            def step(x): return x * float({made}.rate)
             """,
             "Base.__init__",
         )
@@ -1069,15 +1080,15 @@ OBJECTS = [
         "constructor_by_super_of_another_object",
         """
         class Base:
-            def __init__(self): self.rate = «2.0¦3.0»
+            def __init__(self): self.rate = "«2.0¦3.0»"
         class Held(Base):
-            def __init__(self): self.rate = 5.0
+            def __init__(self): self.rate = "5.0"
         class Maker:
             def __init__(self): super(Held, held).__init__()
         held = Held()
         def step(x):
             Maker()
-            return x * held.rate
+            return x * float(held.rate)
         """,
         "Base.__init__",
     ),
@@ -1096,15 +1107,15 @@ OBJECTS = [
         "constructor_that_is_called_by_another_name",
         """
         class Base:
-            def __init__(self): self.rate = «2.0¦3.0»
+            def __init__(self): self.rate = "«2.0¦3.0»"
         class Config(Base):
             def __init__(self): super().__init__()
             again = __init__
         config = Config()
-        config.rate = 5.0
+        config.rate = "5.0"
         def step(x):
             config.again()
-            return x * config.rate
+            return x * float(config.rate)
         """,
         "Base.__init__",
     ),
@@ -2279,6 +2290,7 @@ OUTSIDE = [
         "random_numpy_generator",
         "rng = np.random.default_rng(«0¦1»)\ndef step(x): return x * rng.normal()",
         "rng",
+        vouched=False,
         unstable=True,
     ),
     Kind(
@@ -2290,13 +2302,43 @@ OUTSIDE = [
         "random_numpy_state",
         "rng = np.random.RandomState(«0¦1»)\ndef step(x): return x * rng.rand()",
         "rng",
+        vouched=False,
         unstable=True,
     ),
     Kind(
         "random_generator",
         "import random\nrng = random.Random(«0¦1»)\ndef step(x): return x * rng.random()",
         "rng",
+        vouched=False,
         unstable=True,
+    ),
+    Kind(
+        "random_generator_that_is_put_back",
+        """
+        import random
+        rng = random.Random(«0¦1»)
+        def step(x):
+            state = rng.getstate()
+            drawn = rng.random()
+            rng.setstate(state)
+            return x * drawn
+        """,
+        "rng",
+    ),
+    Kind(
+        "number_that_is_counted_here_and_read_there",
+        """
+        class Keys: pass
+        keys = Keys()
+        keys.n = «2¦3»
+        def count(): keys.n += 1
+        def step(x):
+            count()
+            keys.n -= 1
+            return x * read(keys)
+        def read(of): return getattr(of, "n")
+        """,
+        "keys.n",
     ),
     Kind(
         "process_number",
