@@ -988,6 +988,21 @@ def test_a_mere_count_of_traces_costs_no_trace_in_later_starts(counts, tmp_path)
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
 
 
+def test_draws_from_the_generators_of_the_process_are_named_once(tmp_path):
+    source = """
+    import random
+    step = sc.step(lambda x: x * np.random.rand() * random.random())
+    """
+    cache = cache_in(tmp_path)
+    with sc.Session(cache=cache):
+        step = life(source, cache, tmp_path).step
+        step(1.0)
+        cache.flush()
+    told = str(step.last_miss)
+    assert told.count("it calls numpy.random.rand,") == told.count("it calls random.random,") == 1
+    assert "looking at it raised" not in told
+
+
 def draw_from(source):
     return source.random() if hasattr(source, "random") else list(source)
 

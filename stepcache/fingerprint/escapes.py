@@ -184,13 +184,13 @@ class Confined:
 
     def way_to_self(self, function: Any) -> Way | None:
         """The way by which a bound method comes to its object, if it does not pass that on."""
-        code = getattr(function, "__code__", None)
+        code = _code_in_python(function)
         first = code.co_varnames[: code.co_argcount][:1] if code is not None else ()
         return self.way_to_argument(function, first[0]) if first else None
 
     def way_to_argument(self, function: Any, name: str) -> Way | None:
         """As `way_to_self`, for an argument of the user's function."""
-        code = getattr(function, "__code__", None)
+        code = _code_in_python(function)
         if code is None or origin_of(function) != USER or name not in parameters_of(code):
             return None
         if passes_on(code, name):
@@ -275,3 +275,8 @@ def _given_self(value: Any) -> Iterable[Any]:
 
 
 _GIVES_NOTHING = (staticmethod, classmethod, *SLOT_TYPES)
+
+
+def _code_in_python(function: Any) -> CodeType | None:
+    """The code of a function. What Cython has compiled has one, too, without instructions."""
+    return function.__code__ if type(function) is types.FunctionType else None

@@ -247,7 +247,7 @@ class Lookup:
         for code in unknown:
             where = f"{file_label(code.co_filename, None)}:{code.co_qualname}"
             untrackable.append(f"{where}: the trace entered it, but no dependency leads to it")
-        return tuple(untrackable)
+        return tuple(dict.fromkeys(untrackable))
 
     def explained_in(self, recording: Findings) -> frozenset[int]:
         """The user's code, by identity, that a trace entered and that a dependency leads to."""
