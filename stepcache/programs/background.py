@@ -86,7 +86,7 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
 
 
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_MOST_WAITING, _SOON_SECONDS = 24, 2.0  # At the end of the process, some 3 ms each.
+_SOON_SECONDS, _AT_END_SECONDS = 2.0, 0.15  # The second: of the jobs that wait for the former.
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
 
 
@@ -124,6 +124,7 @@ class Worker:
         self.at_work = threading.Lock()  # Held while a job runs in the thread.
         self._jobs: collections.deque[Job] = collections.deque()
         self._running: Job | None = None
+        self._seconds_of_job = 0.005  # Of those that are awaited, about.
         self._thread: threading.Thread | None = None
         self.is_stopping, self._flushing = False, 0  # The first: as the process is about to end.
 
@@ -192,7 +193,8 @@ class Worker:
             return list(self._jobs)
         now = time.perf_counter()
         awaited = [job for job in self._jobs if job.is_awaited]
-        for job in awaited[:-_MOST_WAITING]:
+        too_many = len(awaited) - int(_AT_END_SECONDS / self._seconds_of_job)
+        for job in awaited[: max(too_many, 0)]:
             job.runs_at = now
         return [job for job in self._jobs if job.runs_at <= now]
 
@@ -202,7 +204,7 @@ class Worker:
             if job.is_over:
                 return True  # It was taken back, or dropped.
             self._running = job
-        outcome = None
+        outcome, started = None, time.thread_time()
         try:
             outcome = job.work()
         except _Interrupted:
@@ -218,6 +220,9 @@ class Worker:
                 job.runs_at = time.perf_counter() + longest
             if any(outcome is each for each in (LATER, WHEN_QUIET, SOON)):
                 return False
+            if job.is_awaited:
+                took = time.thread_time() - started
+                self._seconds_of_job += (took - self._seconds_of_job) / 4
             job.outcome = outcome
             self._drop(job)
         return True

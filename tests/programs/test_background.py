@@ -551,16 +551,24 @@ def test_no_weak_set_is_shared_by_threads():
 
 def test_of_jobs_that_others_wait_for_a_few_wait_and_none_under_flush(monkeypatch):
     monkeypatch.setattr(background.builds, "are_quiet", lambda seconds=0.0: False)
-    monkeypatch.setattr(background, "_MOST_WAITING", 3)
+    monkeypatch.setattr(background, "_AT_END_SECONDS", 0.0175)  # For three of 5 ms.
     monkeypatch.setattr(background, "_SOON_SECONDS", 60.0)
     done: list[int] = []
+
+    def compute(seconds=0.005):
+        limit = time.thread_time() + seconds
+        while time.thread_time() < limit:
+            pass
 
     def job(number):
         calls = []
 
         def work():
             calls.append(None)
-            return background.SOON if len(calls) == 1 else done.append(number)
+            if len(calls) == 1:
+                return background.SOON
+            compute()
+            return done.append(number)
 
         return work
 
