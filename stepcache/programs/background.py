@@ -86,7 +86,7 @@ def beside(undoing: Undoing, work: Callable[[], T]) -> Future[T]:
 
 
 _QUIET_SECONDS, _LONGEST_BUSY_SECONDS = 0.2, 10.0  # The first: longer than a small compilation.
-_SOON_SECONDS, _AT_END_SECONDS = 2.0, 0.15  # The second: of the jobs that wait for the former.
+_SOON_SECONDS, _AT_END_SECONDS = 2.0, 0.12  # The second: of the jobs that wait for the former.
 _NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
 
 

@@ -46,20 +46,19 @@ def moved_on(dependencies: dict[str, str], now: dict[str, str]) -> tuple[str, ..
         dependencies: of the trace.
         now: after it.
     """
-    drawn, counted = {}, {}
+    reasons: dict[str, None] = {}
     for name, to in now.items():
         before = dependencies.get(name) or _default_of(name, dependencies)
         if before is None or before == to:
             continue
         if source := _DRAWN_FROM.match(name):
-            drawn[
-                f"{source[1]}: the trace draws from it, and what is drawn next depends on that"
-            ] = 0
-        elif None not in (number_of(before), number_of(to)) and not _same_number(before, to):
-            counted[
-                f"{name}: the trace changes it from {before} to {to}, and others may read it"
-            ] = 0
-    return (*drawn, *counted)
+            what = f"{source[1]}: the trace draws from it, and what is drawn next depends on that"
+        elif None in (number_of(before), number_of(to)) or _same_number(before, to):
+            continue
+        else:
+            what = f"{name}: the trace changes it from {before} to {to}, and others may read it"
+        reasons[what] = None
+    return tuple(reasons)
 
 
 def _default_of(name: str, dependencies: dict[str, str]) -> str | None:
