@@ -978,13 +978,9 @@ def test_a_mere_count_of_traces_costs_no_trace_in_later_starts(counts, tmp_path)
         {counts}
         return x * 2
     """
-    for _ in range(2):
-        cache = cache_in(tmp_path)
-        with sc.Session(cache=cache), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            step = life(source, cache, tmp_path).step
-            step(1.0)
-            cache.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, (_, step) = twice(source, lambda step: step(1.0), tmp_path)
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
 
 
@@ -1012,13 +1008,30 @@ def test_what_is_not_drawn_from_costs_no_trace(tmp_path):
     NUMBERS, ITEMS = np.random.default_rng(0), iter([1, 2, 3])
     step = sc.step(lambda x: x * 2 if ITEMS is not None and NUMBERS is not None else x)
     """
-    for _ in range(2):
-        cache = cache_in(tmp_path)
-        with sc.Session(cache=cache):
-            step = life(source, cache, tmp_path).step
-            step(1.0)
-            cache.flush()
+    _, (_, step) = twice(source, lambda step: step(1.0), tmp_path)
     assert levels(step.stats()) == WITHOUT_A_TRACE, step.last_miss
+
+
+def test_what_the_user_sets_to_what_a_trace_once_left_is_a_change(tmp_path):
+    source = """
+    FLAG = False
+
+    @sc.step
+    def step(x):
+        global FLAG
+        factor = 3 if FLAG else 2
+        FLAG = True
+        return x * factor
+    """
+    cache = cache_in(tmp_path, check_every=1)
+    with sc.Session(cache=cache):
+        found = life(source, cache, tmp_path)
+        assert [float(found.step(1.0)) for _ in range(2)] == [2.0, 2.0]  # The trace has set it.
+        for found.FLAG in (False, False):
+            assert float(found.step(1.0)) == 2.0
+        found.FLAG = True
+        with pytest.raises(sc.StaleProgramError, match="FLAG"):
+            found.step(1.0)
 
 
 def test_rules_of_flax_that_hold_for_one_thread(tmp_path):

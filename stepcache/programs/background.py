@@ -193,9 +193,9 @@ class Worker:
             return list(self._jobs)
         now = time.perf_counter()
         awaited = [job for job in self._jobs if job.is_awaited]
-        too_many = len(awaited) - int(_AT_END_SECONDS / self._seconds_of_job)
-        for job in awaited[: max(too_many, 0)]:
-            job.runs_at = now
+        for waiting, job in enumerate(reversed(awaited), 1):
+            if waiting * self._seconds_of_job > _AT_END_SECONDS:
+                job.runs_at = now
         return [job for job in self._jobs if job.runs_at <= now]
 
     def _try(self, job: Job) -> bool:

@@ -78,9 +78,17 @@ def note_changed(dependencies: dict[str, str], now: dict[str, str]) -> None:
 
 
 def but_for_traces(dependencies: dict[str, str], before: dict[str, str]) -> dict[str, str]:
-    """Dependencies, where those that are as a trace has left them are as they were before."""
-    left = {name for name, token in dependencies.items() if _after_traces.get(name) == token}
-    return dependencies | {name: before[name] for name in left & before.keys()}
+    """Dependencies, where those that are as a trace has left them are as they were before.
+
+    What is found otherwise was changed by other code, and that is remembered.
+    """
+    as_before = {}
+    for name, left in tuple(_after_traces.items()):
+        if dependencies.get(name, left) != left:
+            _after_traces.pop(name, None)
+        elif name in dependencies and name in before:
+            as_before[name] = before[name]
+    return dependencies | as_before
 
 
 class LeftInCells:
