@@ -1,8 +1,9 @@
 """The files of the disk store: places, whole writes, quarantine. What is in them is not read here.
 
-Layout, under `<directory>/v1/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (load markers)
-and `quarantine/`. `runs/` belongs to another room. No lock is taken by anyone: a file appears
-whole, by a rename, or not at all, and that a file vanishes between two looks is normal.
+Layout, under `<directory>/v2/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (load markers)
+and `quarantine/`. `building/`, `runs/` and `activity/` belong to other files of this wing. To
+write, no lock is taken by anyone: a file appears whole, by a rename, or not at all, and that a file
+vanishes between two looks is normal.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from stepcache.errors import CacheDirectoryError, OptionError
+from stepcache.errors import OptionError
 from stepcache.storage import private_files
 from stepcache.storage.load_markers import LoadMarkers, author, unique_name
+
+ROOT = "v2"
+EARLIER_ROOTS = ("v1",)
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
 _TEMPORARY_SECONDS = 3600
 _MAX_QUARANTINED_FILES = 32
-_PUBLISHES_UNSEEN = 256
+_LOOKED_THROUGH_EVERY = 64
 
 
 class Found(NamedTuple):
@@ -36,14 +40,6 @@ class Found(NamedTuple):
     used_time: float
 
 
-class _Seen(NamedTuple):
-    """What the entries came to when they were last looked through, and what was stored since."""
-
-    stamp: Any = None
-    size_bytes: int = 0
-    publishes: int = 0
-
-
 class EntryDirectory:
     """The directory of a disk store.
 
@@ -51,6 +47,7 @@ class EntryDirectory:
     write.
 
     Attributes:
+        root: where everything is. Absolute, for the process may change its directory.
         key: authenticates the entries; None until it is read.
         markers: who is loading what.
     """
@@ -62,27 +59,26 @@ class EntryDirectory:
         clock: Callable[[], float],
         reached: Callable[[str], None],
     ):
-        # Absolute, for the process may change its directory.
-        self._root = Path(os.path.abspath(directory)) / "v1"
-        self._entries, self._tmp = self._root / "entries", self._root / "tmp"
-        self._quarantine = self._root / "quarantine"
+        self.root = Path(os.path.abspath(directory)) / ROOT
+        self._entries, self._tmp = self.root / "entries", self.root / "tmp"
+        self._quarantine = self.root / "quarantine"
         self._max_quarantined_bytes = max_quarantined_bytes
         self._clock, self._reached = clock, reached
         self.key: bytes | None = None
-        self._seen = _Seen()
-        self.markers = LoadMarkers(self._root / "loading", clock)
+        # How much may be stored before the entries are looked through for what has to leave.
+        self._room_bytes = self._unseen_writes = 0
+        self.markers = LoadMarkers(self.root / "loading", clock)
 
     def prepare(self) -> bytes:
         """Makes what is missing of the layout. Returns the key that is in use now.
 
         Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
         """
-        private_files.make_directory(self._root.parent)
-        private_files.make_directory(self._root)
+        private_files.make_directory(self.root.parent)
+        private_files.make_directory(self.root)
         for name in ("entries", "tmp", "loading", "quarantine"):
-            (self._root / name).mkdir(mode=0o700, exist_ok=True)
-        temporary = self._tmp / unique_name()
-        self.key = private_files.ensure_key(self._root / "key", temporary)
+            (self.root / name).mkdir(mode=0o700, exist_ok=True)
+        self.key = private_files.ensure_key(self.root / "key", self._tmp / unique_name())
         return self.key
 
     def try_to_write(self) -> None:
@@ -97,20 +93,13 @@ class EntryDirectory:
         Raises `CacheDirectoryError` if another user can change the directory.
         """
         try:
-            private_files.check_directory(self._root.parent)
-            private_files.check_directory(self._root)
+            private_files.check_directory(self.root.parent)
+            private_files.check_directory(self.root)
         except OSError:
             return None
-        key = private_files.load_key(self._root / "key")
+        key = private_files.load_key(self.root / "key")
         self.key = key or self.key
         return key
-
-    def reload_key(self) -> bool:
-        """Takes up the key that is in use now. Returns whether it is another one."""
-        before = self.key
-        with contextlib.suppress(CacheDirectoryError):
-            self.current_key()
-        return self.key != before
 
     def sweep(self) -> None:
         """Removes what processes that were ended have left behind."""
@@ -133,14 +122,6 @@ class EntryDirectory:
                     got=repr(value),
                 )
         return self._entries / kind / digest
-
-    def stamp(self) -> Any:
-        """Differs from an earlier one where entries have come or gone since."""
-        stamps = []
-        for directory in private_files.listed(self._entries):
-            with contextlib.suppress(OSError):
-                stamps.append((directory.name, directory.stat().st_mtime_ns))
-        return sorted(stamps)
 
     def found(self, kind: str | None = None) -> Iterator[Found]:
         """The entries there are, of one kind or all. Files with other names are not ours."""
@@ -191,33 +172,23 @@ class EntryDirectory:
         finally:
             os.close(descriptor)
 
-    def make_room(self, max_bytes: int, before: Any, keep: tuple[str, str]) -> None:
-        """Removes what has to leave for the bound to hold; looks through all only where it may not.
+    def make_room(self, max_bytes: int, stored_bytes: int, keep: tuple[str, str]) -> None:
+        """Removes what has to leave for the bound to hold, after so many bytes were stored.
 
-        `before` is the stamp of the entries before the one to `keep` was stored.
+        All entries are looked through where they may be near the bound, and now and then, as other
+        processes store some too.
         """
-        if before == self._seen.stamp and self._seen.publishes < _PUBLISHES_UNSEEN:
-            with contextlib.suppress(OSError):
-                size_bytes = self._seen.size_bytes + self.path(*keep).lstat().st_size
-                if size_bytes <= max_bytes:
-                    publishes = self._seen.publishes + 1
-                    self._seen = _Seen(self.stamp(), size_bytes, publishes)
-                    return
-        found = list(self.found())
-        size_bytes = sum(each.size_bytes for each in found)
-        for victim in self._victims(found, max_bytes, keep):
-            if private_files.remove(victim.path):
-                size_bytes -= victim.size_bytes
-        self._seen = _Seen(self.stamp(), size_bytes, 0)
+        self._room_bytes -= stored_bytes
+        self._unseen_writes += 1
+        if self._room_bytes < max_bytes // 8 or self._unseen_writes >= _LOOKED_THROUGH_EVERY:
+            for victim in self.victims(max_bytes, keep):
+                private_files.remove(victim.path)
+            self._room_bytes = max_bytes - sum(each.size_bytes for each in self.found())
+            self._unseen_writes = 0
 
-    def victims(self, max_bytes: int) -> Iterator[Found]:
+    def victims(self, max_bytes: int, keep: tuple[str, str] | None = None) -> Iterator[Found]:
         """What has to leave for the bound to hold, least recently used first."""
-        return self._victims(list(self.found()), max_bytes, None)
-
-    def _victims(
-        self, found: list[Found], max_bytes: int, keep: tuple[str, str] | None
-    ) -> Iterator[Found]:
-        found = sorted(found, key=lambda each: each.used_time)
+        found = sorted(self.found(), key=lambda each: each.used_time)
         excess_bytes = sum(each.size_bytes for each in found) - max_bytes
         spared = (self.markers.loading() if excess_bytes > 0 else set()) | {keep}
         for each in found:
@@ -243,18 +214,18 @@ class EntryDirectory:
         except OSError:
             private_files.remove(path)
             return not os.path.lexists(path)
-        self._bound_quarantine()
-        return True
-
-    def _bound_quarantine(self) -> None:
         total_bytes = 0
         for count, path in enumerate(sorted(private_files.listed(self._quarantine), reverse=True)):
             with contextlib.suppress(OSError):
                 total_bytes += path.lstat().st_size
             if count >= _MAX_QUARANTINED_FILES or total_bytes > self._max_quarantined_bytes:
                 private_files.remove(path)
+        return True
 
-    def clear_quarantine(self) -> None:
-        """Removes what is in quarantine."""
+    def clear(self) -> int:
+        """Removes everything that is stored. Returns how many entries there were."""
         for path in private_files.listed(self._quarantine):
             private_files.remove(path)
+        for name in EARLIER_ROOTS:
+            private_files.remove(self.root.with_name(name))
+        return sum(private_files.remove(found.path) for found in self.found())

@@ -29,11 +29,9 @@ from stepcache.storage.entry import (
     Header,
     HeaderTooLargeError,
     Refusal,
-    Stored,
-    encode_head,
+    encode,
     read_header,
     read_payload,
-    store,
 )
 
 _ATTEMPTS = 3
@@ -42,7 +40,6 @@ _MAX_QUARANTINED_BYTES = 1 << 30
 _REFUSALS_REMEMBERED = 256
 # The fault of the moment, not of the file or of the directory.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EAGAIN, errno.EINTR}
-_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _log = logging.getLogger("stepcache")
 _warned_of: set[str] = set()
@@ -64,7 +61,7 @@ class DiskStore:
 
     Raises `CacheDirectoryError` if another user owns the directory or can write to it, and
     `OptionError` if `max_bytes` is not positive, or a `kind` or `digest` cannot be a name. A
-    directory that cannot be written serves reads, and no read attempts to write to it.
+    directory that cannot be written serves reads.
     """
 
     def __init__(
@@ -78,24 +75,26 @@ class DiskStore:
             raise OptionError("max_bytes must be positive", where="DiskStore", got=repr(max_bytes))
         self.directory = directory
         self.quarantined = collections.deque[Refusal](maxlen=_REFUSALS_REMEMBERED)
-        self._max_bytes = max_bytes
-        self._clock = clock
+        self._max_bytes, self._clock = max_bytes, clock
         quarantine_bytes = _MAX_QUARANTINED_BYTES if max_bytes is None else max_bytes // 4
         self._files = EntryDirectory(directory, quarantine_bytes, clock, self._reached)
         self._not_written_because: str | None = None
-        self._read_only = False
         # Bad entries that could not be moved away.
         self._shunned: set[tuple[str, str]] = set()
         try:
             self._files.prepare()
             self._files.try_to_write()
+            self._files.sweep()
         except FileNotFoundError:
             pass  # It was removed at this moment. The first publish will tell.
         except OSError as error:
             self._stop_writing(error)
-            self._files.reload_key()
-        else:
-            self._files.sweep()
+            self._reload_key()
+
+    @property
+    def root(self) -> Path:
+        """The part of the directory that this version of stepcache uses."""
+        return self._files.root
 
     @property
     def writable(self) -> bool:
@@ -127,10 +126,17 @@ class DiskStore:
 
     def _key(self) -> bytes:
         if self._files.key is None:
-            self._files.reload_key()
+            self._reload_key()
         if self._files.key is None:
             raise OSError(errno.EAGAIN, "there is no key to check it with", str(self.directory))
         return self._files.key
+
+    def _reload_key(self) -> bool:
+        """Takes up the key that is in use now. Returns whether it is another one."""
+        before = self._files.key
+        with contextlib.suppress(CacheDirectoryError):
+            self._files.current_key()
+        return self._files.key != before
 
     @contextlib.contextmanager
     def loading(self, kind: str, digest: str) -> Iterator[None]:
@@ -140,8 +146,7 @@ class DiskStore:
         the entry refuses it. To hold against eviction, it must be open before `read`.
         """
         self._files.path(kind, digest)
-        pid = os.getpid()
-        marker = None if self._read_only else self._files.markers.mark(kind, digest)
+        pid, marker = os.getpid(), self._files.markers.mark(kind, digest)
         try:
             yield
         finally:
@@ -150,15 +155,13 @@ class DiskStore:
 
     def _has_killed(self, kind: str, digest: str) -> bool:
         killers = self._files.markers.killers(kind, digest)
-        if not killers:
-            return False
         # Whoever takes a marker away acts on it: an entry published since is not to blame.
         unmark = self._files.markers.unmark
-        taken = [each for each in killers if self._read_only or unmark(each.path)]
+        taken = [each for each in killers if unmark(each.path) or os.path.lexists(each.path)]
         if taken:
             pids = ", ".join(str(marker.process.pid) for marker in taken)
-            self._refuse(kind, digest, f"process {pids} ended while it was loading it")
-        return True
+            self.discard(kind, digest, f"process {pids} ended while it was loading it")
+        return bool(killers)
 
     def _examine(
         self, kind: str, digest: str, *, whole: bool = False, use: bool = False, refuse: bool = True
@@ -178,8 +181,10 @@ class DiskStore:
                 found = os.fstat(file.fileno())
                 header = self._read_header(file, found.st_size, kind, digest)
                 payload = read_payload(file, header) if whole else b""
-                if use:
-                    self._touch(file, found)
+                now = self._clock()
+                if use and abs(now - found.st_mtime) >= _TOUCH_SECONDS:
+                    with contextlib.suppress(OSError):
+                        os.utime(file.fileno(), (now, now))
                 size_bytes, times = found.st_size, (header.created_time, found.st_mtime)
                 return EntryInfo(kind, digest, header.about, size_bytes, *times, payload=payload)
             except (FileNotFoundError, NotADirectoryError):
@@ -190,27 +195,21 @@ class DiskStore:
                 problem = f"it cannot be read ({error.strerror})"
                 refused = refused and error.errno not in _PASSING
             if refused:  # While the file is open, so that no other one can have its inode.
-                self._refuse(kind, digest, problem, found)
+                self.discard(kind, digest, problem, found)
         size_bytes, used_time = (found.st_size, found.st_mtime) if found else (0, 0.0)
         return EntryInfo(kind, digest, None, size_bytes, None, used_time, problem)
-
-    def _touch(self, file: BinaryIO, found: os.stat_result) -> None:
-        now = self._clock()
-        if not self._read_only and abs(now - found.st_mtime) >= _TOUCH_SECONDS:
-            with contextlib.suppress(OSError):
-                os.utime(file.fileno(), (now, now))
 
     def _read_header(self, file: BinaryIO, file_bytes: int, kind: str, digest: str) -> Header:
         try:
             return read_header(file, file_bytes, self._key(), kind, digest)
         except ForeignEntryError:
             # Another process may have put a new key there.
-            if not self._files.reload_key():
+            if not self._reload_key():
                 raise
             file.seek(0)
             return read_header(file, file_bytes, self._key(), kind, digest)
 
-    def publish(self, kind: str, digest: str, header: dict, payload: bytes | Stored) -> bool:
+    def publish(self, kind: str, digest: str, header: dict[str, Any], payload: bytes) -> bool:
         """Stores an entry, in the place of one of the same name.
 
         It is there whole or not at all, whatever happens. If the entries are then more than the
@@ -220,7 +219,7 @@ class DiskStore:
         Args:
             kind, digest: its name: a short lower-case identifier, and lower-case hex.
             header: what to say of it, for msgpack; at most 16 MiB.
-            payload: its bytes, or as they were stored elsewhere.
+            payload: its bytes.
 
         Returns:
             Whether it is stored. Where the directory cannot be written, or is full, it is not; that
@@ -232,10 +231,8 @@ class DiskStore:
         if not self.writable:
             self._warn_of_it()
             return False
-        before = self._files.stamp()
         try:
-            stored = payload if isinstance(payload, Stored) else store(payload)
-            self._store(kind, digest, header, stored)
+            stored_bytes = self._store(kind, digest, header, payload)
         except HeaderTooLargeError as error:
             _log.warning("stepcache does not store %s %s: its header has %s", kind, digest, error)
             return False
@@ -248,32 +245,32 @@ class DiskStore:
             return False
         self._shunned.discard((kind, digest))
         if self._max_bytes is not None:
-            self._files.make_room(self._max_bytes, before, (kind, digest))
+            self._files.make_room(self._max_bytes, stored_bytes, (kind, digest))
         self._reached("evicted")
         return True
 
-    def _store(self, kind: str, digest: str, header: dict[str, Any], stored: Stored) -> None:
+    def _store(self, kind: str, digest: str, header: dict[str, Any], payload: bytes) -> int:
+        """Writes an entry. Returns the size of its file."""
         for attempt in range(_ATTEMPTS):
             try:
                 known = None if attempt else self._files.current_key()
                 key, now = known or self._files.prepare(), self._clock()
-                head = encode_head(key, kind, digest, now, header, stored)
-                return self._files.put(kind, digest, (head, stored.payload), now)
+                pieces = encode(key, kind, digest, now, header, payload)
+                self._files.put(kind, digest, pieces, now)
+                return sum(map(len, pieces))
             except FileNotFoundError:
                 # Somebody removed the directory meanwhile: it is made anew.
                 if attempt == _ATTEMPTS - 1:
                     raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _reached(self, stage: str) -> None:
         """Called at each stage of a publish; tests end the process here."""
 
     def _stop_writing(self, error: Exception) -> None:
-        code = error.errno if isinstance(error, OSError) else None
-        if code in _PASSING:
-            return
-        why = getattr(error, "strerror", None)
-        self._not_written_because = why or str(error).partition("\n")[0]
-        self._read_only = code is None or code in _FORBIDDEN
+        if not isinstance(error, OSError) or error.errno not in _PASSING:
+            why = getattr(error, "strerror", None)
+            self._not_written_because = why or str(error).partition("\n")[0]
 
     def _warn_of_it(self) -> None:
         place = os.path.abspath(self.directory)
@@ -315,12 +312,10 @@ class DiskStore:
         What was not used after `unused_since`, in seconds since the epoch, goes; then others, until
         no more than `max_bytes` are left.
         """
-        idle: list[Found] = []
+        removed: list[EntryInfo] = []
         if unused_since is not None:
-            loading = self._files.markers.loading()
-            old = (each for each in self._files.found() if each.used_time <= unused_since)
-            idle = [each for each in old if (each.kind, each.digest) not in loading]
-        removed = self._removed(idle)
+            all_of_them = self._files.victims(0)
+            removed += self._removed(each for each in all_of_them if each.used_time <= unused_since)
         if max_bytes is not None:
             removed += self._removed(self._files.victims(max_bytes))
         return removed
@@ -330,30 +325,27 @@ class DiskStore:
         return [info for each, info in seen if private_files.remove(each.path) and info is not None]
 
     def clear(self) -> int:
-        """Removes all entries, and what is in quarantine. Returns how many entries there were."""
-        self._files.clear_quarantine()
-        return sum(private_files.remove(found.path) for found in self._files.found())
+        """Removes all entries, what is in quarantine, and what earlier versions stored.
 
-    def discard(self, kind: str, digest: str, reason: str, quarantine: bool = True) -> None:
-        """Removes an entry which only its user can tell to be bad.
-
-        It is refused as a damaged one is, and its file kept in quarantine, or else just goes.
+        Returns how many entries there were.
         """
-        path = self._files.path(kind, digest)
-        if quarantine:
-            return self._refuse(kind, digest, reason)
-        if not self._read_only:
-            private_files.remove(path)
-        if os.path.lexists(path):
-            self._shunned.add((kind, digest))
+        return self._files.clear()
 
-    def _refuse(
+    def discard(
         self, kind: str, digest: str, reason: str, seen: os.stat_result | None = None
     ) -> None:
+        """Refuses an entry, as one that is damaged: its file goes to quarantine.
+
+        Args:
+            kind, digest: its name.
+            reason: what is wrong with it.
+            seen: the file that is meant; one that was published since stays.
+        """
+        self._files.path(kind, digest)
         self.quarantined.append(Refusal(kind, digest, reason))
         _log.warning(
             "stepcache does not use what is stored as %s %s in %s: %s",
             *(kind, digest, self.directory, reason),
         )
-        if self._read_only or not self._files.set_aside(kind, digest, seen):
+        if not self._files.set_aside(kind, digest, seen):
             self._shunned.add((kind, digest))

@@ -2,9 +2,9 @@
 
     magic, format version, header length │ header (msgpack) │ HMAC-SHA256 of all that │ payload
 
-The header holds the SHA-256 and the sizes of the payload as stored, so the HMAC covers the payload
-too, and a header can be trusted without a look at what follows it. Nothing is decoded before it is
-authenticated. File names are chosen in `directory.py`.
+The header holds the SHA-256 of the payload as stored, which is compressed, so the HMAC covers the
+payload too, and a header can be trusted without a look at what follows it. Nothing is decoded
+before it is authenticated. File names are chosen in `directory.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import hmac
 import struct
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import OptionError
 from stepcache.storage import plain
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY_BYTES = 32
 MAX_HEADER_BYTES = 16 << 20
 
@@ -41,15 +41,6 @@ class HeaderTooLargeError(Exception):
     """The header to be stored has more than `MAX_HEADER_BYTES`."""
 
 
-class Stored(NamedTuple):
-    """A payload as stored in the file, and what is needed to read it."""
-
-    payload: bytes
-    encoding: Literal["raw", "zlib"]
-    payload_bytes: int
-    sha256: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """What an entry says of itself. The file holds these fields by their names."""
@@ -57,9 +48,7 @@ class Header:
     kind: str  # What sort of thing is stored.
     digest: str  # The name of the thing, in hex.
     created_time: float  # When it was stored, in seconds since the epoch.
-    encoding: Literal["raw", "zlib"]  # The second for a compressed payload.
     stored_bytes: int  # Size of the payload as stored.
-    payload_bytes: int  # Size of the payload as given.
     sha256: bytes  # Of the payload as stored.
     about: dict[Any, Any]  # What the one who stored it had to say.
 
@@ -86,23 +75,16 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def store(payload: bytes) -> Stored:
-    """Compresses a payload where that makes it smaller."""
-    compressed = zlib.compress(payload, _COMPRESSION_LEVEL)
-    small = len(compressed) < len(payload)
-    kept = compressed if small else payload
-    return Stored(kept, "zlib" if small else "raw", len(payload), hashlib.sha256(kept).digest())
-
-
-def encode_head(
-    key: bytes, kind: str, digest: str, created_time: float, about: dict[str, Any], stored: Stored
-) -> bytes:
-    """All of the file that goes before the payload.
+def encode(
+    key: bytes, kind: str, digest: str, created_time: float, about: dict[str, Any], payload: bytes
+) -> tuple[bytes, bytes]:
+    """The file of an entry: what goes before the payload, and the payload as it is stored.
 
     Raises `OptionError` if msgpack cannot hold `about`, `HeaderTooLargeError` if it is too large.
     """
-    sizes = len(stored.payload), stored.payload_bytes
-    header = Header(kind, digest, created_time, stored.encoding, *sizes, stored.sha256, about)
+    stored = zlib.compress(payload, _COMPRESSION_LEVEL)
+    sha256 = hashlib.sha256(stored).digest()
+    header = Header(kind, digest, created_time, len(stored), sha256, about)
     try:
         packed = plain.pack(plain.fields_of(header))
     except (TypeError, ValueError, OverflowError) as error:
@@ -115,7 +97,7 @@ def encode_head(
     if len(packed) > MAX_HEADER_BYTES:
         raise HeaderTooLargeError(f"{len(packed):,} bytes; at most {MAX_HEADER_BYTES:,} are kept")
     signed = _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(packed)) + packed
-    return signed + hmac.digest(key, signed, "sha256")
+    return signed + hmac.digest(key, signed, "sha256"), stored
 
 
 def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: str) -> Header:
@@ -134,56 +116,29 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: 
         raise DamagedEntryError(f"it has format {version}; this stepcache reads {FORMAT_VERSION}")
     if header_bytes > MAX_HEADER_BYTES:
         raise DamagedEntryError(f"it claims a header of {header_bytes:,} bytes")
-    head_bytes = _PREFIX.size + header_bytes + _HMAC_BYTES
-    rest = file.read(header_bytes + _HMAC_BYTES) if head_bytes <= file_bytes else b""
-    if len(rest) != header_bytes + _HMAC_BYTES:
+    packed, given = file.read(header_bytes), file.read(_HMAC_BYTES)
+    if len(given) != _HMAC_BYTES:
         raise DamagedEntryError(f"it is cut off within its header, after {file_bytes:,} bytes")
-    packed, given = rest[:header_bytes], rest[header_bytes:]
     if not hmac.compare_digest(given, hmac.digest(key, prefix + packed, "sha256")):
         raise ForeignEntryError("its header is damaged, or was written under another key")
-    header = _decode(packed)
-    if head_bytes + header.stored_bytes != file_bytes:
-        expected = head_bytes + header.stored_bytes
+    try:
+        header = plain.record_of(Header, plain.unpack(packed))
+    except ValueError as error:  # Whoever wrote it has the key, but may be another version of us.
+        raise DamagedEntryError(f"its header makes no sense: {error}") from error
+    expected = _PREFIX.size + header_bytes + _HMAC_BYTES + header.stored_bytes
+    if expected != file_bytes:
         raise DamagedEntryError(f"it has {file_bytes:,} bytes where {expected:,} were written")
     if (header.kind, header.digest) != (kind, digest):
         raise DamagedEntryError(f"it was stored as {header.kind} {header.digest}")
     return header
 
 
-def _decode(packed: bytes) -> Header:
-    try:
-        header = Header(**plain.unpack(packed))
-    except (TypeError, ValueError) as error:
-        raise DamagedEntryError(f"its header cannot be decoded ({error})") from error
-    sensible = (
-        plain.fits(header, Header)
-        and min(header.stored_bytes, header.payload_bytes) >= 0
-        and (header.encoding == "zlib" or header.stored_bytes == header.payload_bytes)
-    )
-    if not sensible:  # Whoever wrote it has the key, but may be another version of us.
-        raise DamagedEntryError("its header makes no sense")
-    return header
-
-
-def read_stored(file: BinaryIO, header: Header) -> Stored:
-    """Reads the payload after a header, as stored. Raises `DamagedEntryError` if it has changed."""
+def read_payload(file: BinaryIO, header: Header) -> bytes:
+    """Reads the payload after a header. Raises `DamagedEntryError` if it has changed."""
     stored = file.read(header.stored_bytes)
     if hashlib.sha256(stored).digest() != header.sha256:
         raise DamagedEntryError("its payload does not have the checksum of what was stored")
-    return Stored(stored, header.encoding, header.payload_bytes, header.sha256)
-
-
-def read_payload(file: BinaryIO, header: Header) -> bytes:
-    """Reads the payload after a header. Raises `DamagedEntryError` if it has changed."""
-    stored = read_stored(file, header).payload
-    if header.encoding == "raw":
-        return stored
-    inflater = zlib.decompressobj()
     try:
-        # One byte more than expected lets zlib see the end of its stream, or us that it has none.
-        payload = inflater.decompress(stored, header.payload_bytes + 1)
+        return zlib.decompress(stored)
     except zlib.error as error:
         raise DamagedEntryError(f"its payload cannot be decompressed ({error})") from error
-    if len(payload) != header.payload_bytes or not inflater.eof:
-        raise DamagedEntryError("its payload does not have the size that was stored")
-    return payload

@@ -3,7 +3,7 @@
 The client is obstore, imported when a store is first asked: tensorstore and s3fs take ten times as
 long to import. It writes only where nothing is, and has errors of their own for what is refused.
 Its asynchronous functions are not used: a process that ends after one aborts, every second time. So
-requests run in threads, which a process does not wait for.
+`Requests` runs in threads, which a process does not wait for.
 
 What the bytes mean is known to `shared_entries.py`, where the store is to `shared_place.py`.
 """
@@ -21,8 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from stepcache.storage.shared_place import Place
 
-_READERS, _WRITERS = 16, 4
-_IDLE_SECONDS = 1.0
 _RETRIES = 3
 # Of an object of any size; who waits for it waits no longer than it wants to.
 _CLIENT = {"connect_timeout": "2s", "read_timeout": "20s", "timeout": "10min"}
@@ -40,16 +38,19 @@ class Object(NamedTuple):
 
 
 class Requests:
-    """Runs requests in so many threads at most, which are there while there are requests."""
+    """Runs requests in so many daemon threads at most, which stay until they are stopped.
+
+    They stay because Python starts no thread any more when it ends, and programs are written then.
+    """
 
     def __init__(self, name: str, threads: int):
         self._name, self._limit = name, threads
         self._changed = threading.Condition()
         self._waiting = collections.deque[tuple[Future[Any], Callable[[], Any]]]()
-        self._threads = self._idle = self._running = self._lasting = 0
+        self._threads = self._busy = 0
         self._stopped = False
 
-    def submit(self, work: Callable[[], T], *, first: bool = False) -> Future[T]:
+    def submit(self, work: Callable[[], T], first: bool = False) -> Future[T]:
         """Runs `work`, before all others that wait if it is to be `first`."""
         future: Future[T] = Future()
         with self._changed:
@@ -57,64 +58,38 @@ class Requests:
                 future.cancel()
                 return future
             (self._waiting.appendleft if first else self._waiting.append)((future, work))
-            if len(self._waiting) <= self._idle:
-                self._changed.notify()
-            elif self._threads < self._limit:
-                self._start()
+            if self._threads < min(self._limit, self._busy + len(self._waiting)):
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                with contextlib.suppress(RuntimeError):  # Too many threads.
+                    thread.start()
+                    self._threads += 1
+            self._changed.notify()
         return future
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        with contextlib.suppress(RuntimeError):  # Too many threads, or Python is about to end.
-            thread.start()
-            self._threads += 1
-
-    def stay(self) -> None:
-        """Keeps a thread from now on: when Python ends, none can be started any more."""
-        with self._changed:
-            self._lasting = 1
-            if not self._threads and not self._stopped:
-                self._start()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._stopped:
-                    self._idle += 1
-                    told = self._changed.wait(_IDLE_SECONDS)
-                    self._idle -= 1
-                    if not told and self._threads > self._lasting:
-                        break
+                self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if not self._waiting:
-                    self._threads -= 1
                     return
                 future, work = self._waiting.popleft()
                 if not future.set_running_or_notify_cancel():
                     continue
-                self._running += 1
+                self._busy += 1
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
             del future, work  # What was written may be large, and this thread waits for more.
             with self._changed:
-                self._running -= 1
+                self._busy -= 1
                 self._changed.notify_all()
-
-    def hurry(self, future: Future[Any]) -> None:
-        """Has a request run before all others that wait."""
-        with self._changed:
-            for each in self._waiting:
-                if each[0] is future:
-                    self._waiting.remove(each)
-                    self._waiting.appendleft(each)
-                    return
 
     def wait(self, seconds: float | None = None) -> int:
         """Waits until all have run, but not for longer. Returns how many have not."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._running), seconds)
-            return len(self._waiting) + self._running
+            self._changed.wait_for(lambda: not (self._waiting or self._busy), seconds)
+            return len(self._waiting) + self._busy
 
     def stop(self) -> None:
         """Drops the requests that have not begun, and takes no more."""
@@ -126,66 +101,45 @@ class Requests:
 
 
 class ObjectStore:
-    """Named bytes below a URL. Every request runs in a thread, and gives a future.
+    """Named bytes below a URL.
 
     Its exceptions: `FileNotFoundError`, `PermissionError` where the store refuses, else `OSError`.
     """
 
     def __init__(self, place: Place):
         self._place = place
-        self.reads = Requests("stepcache get", _READERS)
-        self.writes = Requests("stepcache put", _WRITERS)
         self._opening = threading.Lock()
         self._client: Any = None
 
-    def get(
-        self, name: str, then: Callable[[bytes], T] = lambda data: data, *, first: bool = False
-    ) -> Future[T]:
-        """The bytes of a name, or what `then` makes of them in the thread."""
-        return self._read(lambda client: bytes(client.get(name).bytes()), then, first)
+    def get(self, name: str) -> bytes:
+        """The bytes of a name."""
+        with self._errors() as client:
+            return bytes(client.get(name).bytes())
 
-    def listed(self, prefix: str, then: Callable[[list[Object]], T]) -> Future[T]:
-        """What is there below a prefix, or what `then` makes of it in the thread."""
+    def listed(self, prefix: str) -> list[Object]:
+        """What is there below a prefix."""
+        with self._errors() as client:
+            found = [each for chunk in client.list(prefix) for each in chunk]
+        rows = ((each["path"], each["size"], each["last_modified"]) for each in found)
+        return [Object(name, size_bytes, time.timestamp()) for name, size_bytes, time in rows]
 
-        def read(client: Any) -> list[Object]:
-            return [_object(each) for chunk in client.list(prefix) for each in chunk]
-
-        return self._read(read, then, first=True)
-
-    def _read(self, read: Callable[[Any], Any], then: Callable[[Any], T], first: bool) -> Future[T]:
-        def work() -> T:
-            with self._errors() as client:
-                data = read(client)
-            return then(data)
-
-        return self.reads.submit(work, first=first)
-
-    def put(self, name: str, make: Callable[[], bytes]) -> Future[bool]:
-        """Writes what `make` gives, whole, if the name is free; else False."""
-
-        def work() -> bool:
+    def put(self, name: str, data: bytes) -> bool:
+        """Writes bytes, whole, if the name is free; else False."""
+        with self._errors() as client:
             from obstore import exceptions
 
-            data = make()
-            with self._errors() as client:
-                try:
-                    client.put(name, data, mode="create", use_multipart=False)
-                except exceptions.AlreadyExistsError:
-                    return False
-                except exceptions.NotSupportedError:  # What is there has the same meaning.
-                    client.put(name, data, use_multipart=False)
-            return True
+            try:
+                client.put(name, data, mode="create", use_multipart=False)
+            except exceptions.AlreadyExistsError:
+                return False
+            except exceptions.NotSupportedError:  # What is there has the same meaning.
+                client.put(name, data, use_multipart=False)
+        return True
 
-        return self.writes.submit(work)
-
-    def delete(self, names: Sequence[str]) -> Future[None]:
+    def delete(self, names: Sequence[str]) -> None:
         """Removes objects; one that is not there is none to remove."""
-
-        def work() -> None:
-            with self._errors() as client, contextlib.suppress(FileNotFoundError):
-                client.delete(list(names))
-
-        return self.writes.submit(work)
+        with self._errors() as client, contextlib.suppress(FileNotFoundError):
+            client.delete(list(names))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[Any]:
@@ -195,19 +149,15 @@ class ObjectStore:
         except ImportError as error:
             raise OSError(f"obstore cannot be imported: {error}") from error
         try:
-            yield self._open()
+            with self._opening:
+                self._client = self._client or self._opened()
+            yield self._client
         except FileNotFoundError as error:
             raise FileNotFoundError(_in_short(error)) from error
         except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
             raise PermissionError(_in_short(error)) from error
         except (known.BaseError, ValueError) as error:
             raise OSError(_in_short(error)) from error
-
-    def _open(self) -> Any:
-        with self._opening:
-            if self._client is None:
-                self._client = self._opened()
-            return self._client
 
     def _opened(self) -> Any:
         from obstore.store import LocalStore, from_url
@@ -225,10 +175,6 @@ class ObjectStore:
             },
         }
         return from_url(self._place.url, **options)
-
-
-def _object(found: Any) -> Object:
-    return Object(found["path"], found["size"], found["last_modified"].timestamp())
 
 
 def _in_short(error: Exception) -> str:

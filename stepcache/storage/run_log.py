@@ -1,8 +1,7 @@
 """The run log: what each run built and loaded, kept beside the programs.
 
 Each process has a file, each event a line of JSON; what it moved is in another file, of the same
-name (`run_activity.py`). The log explains runs and lists the programs to preload; it never decides
-which program serves a call.
+name (`run_activity.py`). The log explains runs; it never decides which program serves a call.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from stepcache.storage.run_activity import Activity, activity_log, read_activity
 
 _RUNS_KEPT = 64
 _ROWS_A_RUN = 2_000
-_RUNS_SEARCHED = 8
 
 _log = logging.getLogger("stepcache")
 
@@ -38,32 +36,27 @@ import_seconds = 0.0
 class Row:
     """One thing that happened to a program."""
 
-    # "built", "loaded" (without a trace), "relinked" (traced, not compiled), "executed" (for the
-    # first time), "verified" or "stale".
+    # "compiled", "loaded" (traced, but not compiled) or "executed" (for the first time).
     event: str
     time: float  # Seconds since the epoch.
     script: str  # Name of the main program's file.
     step: str  # Name of the step.
     label: str  # File and name of the step.
-    lookup: str = ""  # Digest of the step's entry.
-    program: str = ""  # Digest of the executable; empty if it is not on disk.
-    platform: str = ""  # The platform of the program's devices.
-    devices: list[int] = field(default_factory=list)  # These devices, by number.
-    # Duration of each stage: "import" (in the first row of a run), "hash", "read", "load", "trace",
-    # "lower", "compile", "execute", "verify"; in a pod "agree", "wait" and "give".
+    program: str = ""  # Digest of the program.
+    # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank".
+    source: str = ""
+    # Duration of each stage: "import" (in the first row of a run), "trace", "lower", "wait",
+    # "read", "load", "compile", "execute"; in a pod "agree", "wait" and "give".
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # Why the call missed.
     # Part, path, before and after of each change since an earlier run.
     changes: list[list[str]] = field(default_factory=list)
-    # Untrackable dependencies, because of which every run must trace the step.
-    untrackable: list[str] = field(default_factory=list)
+    not_stored: str = ""  # Why the program is not kept for later runs.
     rank: int = 0  # Index of the process in its pod.
     processes: int = 1  # Number of processes of the pod.
     number: int = 0  # 1 for the first miss of the step; 0 where it is no miss, or unknown.
     called_time: float = 0.0  # Time of the call that missed, in seconds since the epoch.
     advice: list[str] = field(default_factory=list)  # Hints for the user.
-    # As `changes`: what has changed beside these since an earlier run, so that it had to be traced.
-    stored: list[list[str]] = field(default_factory=list)
 
 
 class Logged(NamedTuple):
@@ -81,16 +74,6 @@ def script_name() -> str:
     return Path(path).name if path else "<interactive>"
 
 
-def _slug(script: str) -> str:
-    """The name of a script as part of a file name."""
-    return re.sub(r"[^A-Za-z0-9.]", "_", script)[:40]
-
-
-def has_run(directory: Path) -> bool:
-    """Whether a run of this script has a log in a directory."""
-    return any(directory.glob(f"*-{_slug(script_name())}-*.jsonl"))
-
-
 class RunLog:
     """The runs that used one directory of programs, with a file for each."""
 
@@ -101,9 +84,7 @@ class RunLog:
         self.clock = clock
         script_name()
         self._writable = writable
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._earlier: list[Path] | None = None  # As they were when they were first asked for.
-        self._read: dict[Path, list[Row]] = {}
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._name = self._new_name()
         self._rows = 0
@@ -111,7 +92,8 @@ class RunLog:
     def _new_name(self) -> str:
         now = self.clock()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f"{now % 1:.6f}"[1:]
-        return f"{stamp}-{_slug(script_name())}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
+        script = re.sub(r"[^A-Za-z0-9.]", "_", script_name())[:40]
+        return f"{stamp}-{script}-{os.getpid()}-{os.urandom(3).hex()}.jsonl"
 
     def add(self, *rows: Row) -> None:
         """Appends rows; a directory that cannot be written loses them."""
@@ -158,37 +140,6 @@ class RunLog:
             rows = list(_read(path))
             if rows:
                 yield Logged(path.stem, rows, read_activity(self._activity_file(path.name)))
-
-    def last_run_of(self, label: str) -> list[Row]:
-        """The rows of a step in the latest other run that used it; those of this script first.
-
-        Looks at the latest few runs of this script, and of others. What it has read it remembers.
-        """
-        with self._reading:
-            own, others = self._earlier_runs()
-            for path in (*own[:_RUNS_SEARCHED], *others[:_RUNS_SEARCHED]):
-                rows = [row for row in self._rows_of(path) if row.label == label]
-                if rows:
-                    return rows
-        return []
-
-    def last_run(self) -> list[Row]:
-        """The rows of the latest other run of this script."""
-        with self._reading:
-            own, _ = self._earlier_runs()
-            return self._rows_of(own[0]) if own else []
-
-    def _earlier_runs(self) -> tuple[list[Path], list[Path]]:
-        """The logs of this script, and of others, as they were when first asked for."""
-        if self._earlier is None:
-            self._earlier = [path for path in self._files()[::-1] if path.name != self._name]
-        own = [path for path in self._earlier if f"-{_slug(script_name())}-" in path.name]
-        return own, [path for path in self._earlier if path not in own]
-
-    def _rows_of(self, path: Path) -> list[Row]:
-        if path not in self._read:
-            self._read[path] = list(_read(path))
-        return self._read[path]
 
 
 def _line(row: Row) -> str:

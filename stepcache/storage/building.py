@@ -1,0 +1,77 @@
+"""`BuildLock`: of the processes that need one program, one compiles it and the others wait.
+
+It saves work, and nothing depends on it: where no lock can be had, each compiles for itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from stepcache.storage import file_lock
+
+_LOOKS, _LOOK_SECONDS = 3, 0.01
+
+
+class Building(NamedTuple):
+    """A program that this process is about to compile."""
+
+    path: Path
+    descriptor: int | None  # Of the locked file; None where nothing could be locked.
+    pid: int
+
+
+class BuildLock:
+    """Locks programs by their digests, with a file for each in a directory while it is locked."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def try_lock(self, digest: str) -> Building | None:
+        """Locks a program for `release`; None while another thread or process has locked it."""
+        path = self._directory / digest
+        for _ in range(_LOOKS):
+            try:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = file_lock.lock(path)
+                if descriptor is None and not _is_orphaned(path):
+                    return None
+                if descriptor is not None and file_lock.is_there(path, descriptor):
+                    return Building(path, descriptor, os.getpid())
+            except OSError:
+                break
+            if descriptor is not None:  # Of a file that was removed when it was released.
+                os.close(descriptor)
+            else:  # Or whoever locked it just now has not written yet that it did.
+                time.sleep(_LOOK_SECONDS)
+        return Building(path, None, os.getpid())
+
+    def release(self, building: Building) -> None:
+        """Unlocks a program, whether it was compiled or not. In a forked child it does nothing."""
+        if building.descriptor is None:
+            return
+        if building.pid == os.getpid():
+            building.path.unlink(missing_ok=True)  # Before others can have locked it.
+            fcntl.flock(building.descriptor, fcntl.LOCK_UN)  # Children may have it open, too.
+        os.close(building.descriptor)
+
+    def is_held_by_a_live_process(self, digest: str) -> bool:
+        """Whether a thread or process that has not ended has locked a program."""
+        path = self._directory / digest
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return not _is_orphaned(path)
+        except OSError:
+            pass
+        return False
+
+
+def _is_orphaned(path: Path) -> bool:
+    """Whether who has locked a file has ended, and a child that it forked has it open."""
+    owner = file_lock.holder(path)
+    return owner is not None and owner.is_local() and owner.has_ended()
