@@ -14,6 +14,7 @@ from stepcache import jaxcompat
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.programs.prediction import prediction_name
 from stepcache.programs.store import ProgramStore
+from stepcache.storage.directory import ROOT
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.private_files import absolute, default_directory
 from stepcache.storage.run_log import RunLog
@@ -102,7 +103,9 @@ def look_ahead() -> None:
 
     with contextlib.suppress(Exception):
         path = default_directory() if is_script and jaxcompat.CAN_STORE else None
-        if path is not None and DiskStore.may_hold(path, "prediction", prediction_name()):
+        if path is not None and (
+            path / ROOT / "entries" / "prediction" / prediction_name()
+        ).exists():
             _opened_ahead[path] = opened
             threading.Thread(target=open_it, name="stepcache preload", daemon=True).start()
 
