@@ -41,7 +41,7 @@ class Program:
     run: jaxcompat.Runnable
     captured: tuple[Captured, ...]  # The arrays in it by closure, the largest first.
     seconds: dict[str, float]  # What each stage took.
-    # Where the executable was: "memory", "preloaded", "disk", "remote" or "rank"; "compiled".
+    # Where the executable was: "memory", "preloaded", "disk", "remote" or "rank N"; "compiled".
     source: str = "compiled"
     # Digest of what XLA was given; empty where only this process can have the program.
     digest: str = ""

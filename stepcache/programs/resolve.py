@@ -56,7 +56,6 @@ _SOURCES = {
     "preloaded": "preloaded from disk",
     "disk": "loaded from disk",
     "remote": "loaded from the shared cache",
-    "rank": "loaded from another rank",
 }
 
 
@@ -348,7 +347,7 @@ def _completed(
     why_not: str = "",
 ) -> Miss:
     """A miss with how it was resolved."""
-    remedy = _SOURCES[program.source]
+    remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
     if program.source != "compiled":
         size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
         remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"

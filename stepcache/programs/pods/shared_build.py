@@ -220,7 +220,7 @@ class _Together:
             try:
                 if data:
                     self.data = data
-                    return compilation.load(data), "rank"
+                    return compilation.load(data), f"rank {roles.leader}"
             except Exception as error:
                 text = "rank %d compiles %s for itself: it cannot load what rank %d sent (%s)"
                 _log.warning(text, rank, self._label, roles.leader, error)
