@@ -257,7 +257,7 @@ class _Together:
         finally:
             if receivers:  # They wait for it, or then compile for themselves.
                 with self._stopwatch.stage("give"):
-                    self._round.channel.send("program", packed, receivers)
+                    self._round.channel.send("program", packed)
         return executable, source
 
     def _serialize(self, digest: str, executable: Any) -> None:
