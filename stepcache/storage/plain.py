@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -45,7 +44,10 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
     if kind is Any:
         return lambda value: True
     if dataclasses.is_dataclass(kind):
-        return _check_of_dataclass(kind)
+        fields = [(name, _check_of(each)) for name, each in get_type_hints(kind).items()]
+        return lambda value: (
+            type(value) is kind and all(check(getattr(value, name)) for name, check in fields)
+        )
     if get_origin(kind) is Literal:
         return lambda value: value in get_args(kind)
     origin, kinds = get_origin(kind) or kind, [_check_of(each) for each in get_args(kind)]
@@ -66,24 +68,6 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
     if origin is float:
         return lambda value: type(value) in (float, int)
     return lambda value: type(value) is origin
-
-
-def _check_of_dataclass(kind: Any) -> Callable[[Any], bool]:
-    """What `fits` does for a dataclass. The plain types of its fields are compared all at once."""
-    hints = get_type_hints(kind)
-    plain = {name: each for name, each in hints.items() if each in (str, bytes, int, bool)}
-    if len(plain) < 2:  # Of one name, `attrgetter` returns no tuple.
-        plain = {}
-    checks = [(name, _check_of(each)) for name, each in hints.items() if name not in plain]
-    plain_fields = operator.attrgetter(*plain) if plain else lambda value: ()
-    types = [*plain.values()]
-
-    def check(value: Any) -> bool:
-        if type(value) is not kind or [*map(type, plain_fields(value))] != types:
-            return False
-        return all(fits_field(getattr(value, name)) for name, fits_field in checks)
-
-    return check
 
 
 def record_of(kind: type[T], found: Any) -> T:

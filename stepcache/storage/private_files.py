@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import platformdirs
@@ -84,31 +85,26 @@ def check_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -
     Raises `CacheDirectoryError` if not, `OSError` if the directory is not there.
     """
     found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        what, hint = f"The place of {of} is not a directory", f"remove it, or {elsewhere}"
-        raise CacheDirectoryError(what, where=str(path), hint=hint)
-    got = {"where": str(path), "got": f"owner {found.st_uid}, {_mode(found.st_mode)}"}
-    if found.st_uid != os.geteuid():
-        raise CacheDirectoryError(
-            f"The directory of {of} belongs to another user, who could put code there",
-            expected=f"owner {os.geteuid()}",
-            hint=elsewhere,
-            **got,
-        )
-    if found.st_mode & _WRITABLE_BY_OTHERS:
+    what, expected, place, mode = "", "mode 0700", path, found.st_mode
+    hint = f"chmod 700 {path}, or {elsewhere}"
+    if not stat.S_ISDIR(mode):
+        what, expected = f"The place of {of} is not a directory", "a directory"
+        hint = f"remove it, or {elsewhere}"
+    elif found.st_uid != os.geteuid():
+        what = f"The directory of {of} belongs to another user, who could put code there"
+        expected, hint = f"owner {os.geteuid()}", elsewhere
+    elif mode & _WRITABLE_BY_OTHERS:
         what = f"Others can write to the directory of {of}, and so put code there"
-        hint = f"chmod 700 {path}, or {elsewhere}"
-        raise CacheDirectoryError(what, expected="mode 0700", hint=hint, **got)
-    for parent in {path.parent, path.resolve().parent}:
-        mode = parent.stat().st_mode
-        if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
-            raise CacheDirectoryError(
-                f"Others can put another directory in the place of {of}",
-                where=str(parent),
-                expected="a parent that only its owner can write to, or one with the sticky bit",
-                got=_mode(mode),
-                hint=f"chmod go-w {parent}, or {elsewhere}",
-            )
+    for parent in {path.parent, path.resolve().parent} if not what else ():
+        found = parent.stat()
+        if found.st_mode & _WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX:
+            what, place = f"Others can put another directory in the place of {of}", parent
+            expected = "a parent that only its owner can write to, or one with the sticky bit"
+            hint = f"chmod go-w {parent}, or {elsewhere}"
+            break
+    if what:
+        got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+        raise CacheDirectoryError(what, where=str(place), expected=expected, got=got, hint=hint)
 
 
 def _mode(mode: int) -> str:
@@ -118,22 +114,13 @@ def _mode(mode: int) -> str:
 def load_key(path: Path) -> bytes | None:
     """The key in a file, or None where there is none or it is not one that this user wrote."""
     try:
-        descriptor = os.open(path, READ_FLAGS)
+        with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
+            found, key = os.fstat(file.fileno()), file.read(KEY_BYTES + 1)
     except OSError:
         return None
-    try:
-        found = os.fstat(descriptor)
-        trusted = (
-            stat.S_ISREG(found.st_mode)
-            and found.st_uid == os.geteuid()
-            and not found.st_mode & _WRITABLE_BY_OTHERS
-        )
-        key = os.read(descriptor, KEY_BYTES + 1) if trusted else b""
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return key if len(key) == KEY_BYTES else None
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    is_trusted = is_ours and not found.st_mode & _WRITABLE_BY_OTHERS
+    return key if is_trusted and len(key) == KEY_BYTES else None
 
 
 def secret_in(path: Path, where: str) -> bytes:
@@ -144,36 +131,27 @@ def secret_in(path: Path, where: str) -> bytes:
 
     Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
     """
-    hint = f"openssl rand -hex 32 > {path} && chmod 600 {path}"
+    make_one = f"openssl rand -hex 32 > {path} && chmod 600 {path} makes one"
+    expected, hint = f"at least {KEY_BYTES} bytes", f"{make_one}; all machines need the same key"
     try:
         with path.open("rb") as file:
             found, secret = os.fstat(file.fileno()), file.read(1 << 16).strip()
     except OSError as error:
-        raise CacheDirectoryError(
-            f"The key of the shared cache cannot be read: {error.strerror}",
-            where=f"{where}={path}",
-            hint=f"{hint} makes one; all machines that share the cache need the same key",
-        ) from None
-    others = stat.S_IRWXG | stat.S_IRWXO
-    if not found.st_uid and os.geteuid():
-        others &= ~stat.S_IRGRP
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
-        raise CacheDirectoryError(
-            "Others can read the key of the shared cache, and with it run code as you",
-            where=f"{where}={path}",
-            expected=f"owner {os.geteuid()}, mode 0600",
-            got=f"owner {found.st_uid}, {_mode(found.st_mode)}",
-            hint=f"chmod 600 {path}; if others have read it, make a new one",
-        )
-    if len(secret) < KEY_BYTES:
-        raise CacheDirectoryError(
-            "The key of the shared cache is too short to be secret",
-            where=f"{where}={path}",
-            expected=f"at least {KEY_BYTES} bytes",
-            got=f"{len(secret)} bytes",
-            hint=hint,
-        )
-    return secret
+        what, got = "The key of the shared cache cannot be read", error.strerror
+    else:
+        others = stat.S_IRWXG | stat.S_IRWXO
+        if not found.st_uid and os.geteuid():
+            others &= ~stat.S_IRGRP
+        if found.st_uid in (os.geteuid(), 0) and not found.st_mode & others:
+            if len(secret) >= KEY_BYTES:
+                return secret
+            what, got = "The key of the shared cache is too short", f"{len(secret)} bytes"
+        else:
+            what = "Others can read the key of the shared cache, and with it run code as you"
+            expected, got = f"owner {os.geteuid()}, mode 0600", _mode(found.st_mode)
+            hint = f"chmod 600 {path}; if others have read it, make a new one"
+            got = f"owner {found.st_uid}, {got}"
+    raise CacheDirectoryError(what, where=f"{where}={path}", expected=expected, got=got, hint=hint)
 
 
 def ensure_key(path: Path, temporary: Path) -> bytes:
@@ -189,7 +167,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
         if key is not None:
             return key
         try:
-            _create(temporary, secrets.token_bytes(KEY_BYTES))
+            create(temporary, [secrets.token_bytes(KEY_BYTES)])
             try:
                 os.link(temporary, path)  # Unlike a rename, it leaves the key of a faster process.
             except OSError:
@@ -201,11 +179,14 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     raise OSError(errno.EIO, "the key cannot be read back", str(path))
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Makes a private file, which is on the disk afterwards."""
+def create(path: Path, pieces: Iterable[bytes], time: float | None = None) -> None:
+    """Makes a private file, which is on the disk afterwards; `time` is that of its last change."""
     with os.fdopen(os.open(path, CREATE_FLAGS, 0o600), "wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
+        if time is not None:
+            with contextlib.suppress(OSError):  # Some file systems set no times.
+                os.utime(file.fileno(), (time, time))
         os.fsync(file.fileno())
 
 
@@ -242,7 +223,7 @@ def replace_file(path: Path, text: str) -> None:
     """Writes a private file so that all of it is seen or none, also after the machine crashed."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        _create(new, text.encode())
+        create(new, [text.encode()])
         new.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
