@@ -125,15 +125,18 @@ class DiskStore:
 
     def _sweep(self) -> None:
         """Removes what processes that were ended have left behind."""
-        for path in private_files.listed(self.root / "tmp"):
+        entries, loading, tmp = (self.root / name for name in ("entries", "loading", "tmp"))
+        for marker in killers(loading):
+            if not os.path.lexists(entries / marker.kind / marker.digest):
+                private_files.remove(marker.path)
+        for path in (*private_files.listed(tmp), *private_files.listed(loading)):
             process = author(path.name)
+            is_here = process is not None and process.is_local()
             with contextlib.suppress(OSError):
                 is_old = self._clock() - path.lstat().st_mtime > _TEMPORARY_SECONDS
-                if is_old or (process and process.is_local() and process.has_ended()):
+                is_left = path.parent == tmp and process is not None and process.has_ended()
+                if (is_old and not is_here) or (is_here and is_left):
                     path.unlink()
-        for marker in killers(self.root / "loading"):
-            if not self.holds(marker.kind, marker.digest):
-                private_files.remove(marker.path)
 
     @property
     def writable(self) -> bool:

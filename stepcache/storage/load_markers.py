@@ -100,8 +100,8 @@ def unique_name() -> str:
 
 
 def author(name: str) -> Process | None:
-    """The process that made a name by `unique_name`."""
-    return Process.parse(name.rpartition(".")[0])
+    """The process that made a name which ends in one of `unique_name`."""
+    return Process.parse(".".join(name.split(".")[-4:-1]))
 
 
 class Marker(NamedTuple):
@@ -148,8 +148,7 @@ def killers(directory: Path, kind: str = "", digest: str = "") -> Iterator[Marke
     Nobody here can tell what became of a loader on another host: its markers tell nothing.
     """
     for path in listed(directory):
-        entry = tuple(path.name.split(".")[:2])
-        if len(entry) == 2 and entry == (kind or entry[0], digest or entry[1]):
-            process = author(path.name[len(".".join(entry)) + 1 :])
+        if path.name.startswith(f"{kind}.{digest}." if kind else "") and path.name.count(".") == 5:
+            process = author(path.name)
             if process is not None and process.is_local() and process.has_ended():
-                yield Marker(path, *entry, process)
+                yield Marker(path, *path.name.split(".")[:2], process)
