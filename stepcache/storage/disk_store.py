@@ -23,9 +23,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
+from stepcache.link.processes import author, unique_name
 from stepcache.storage import private_files
 from stepcache.storage.entry import (
     DamagedEntryError,
@@ -35,12 +36,11 @@ from stepcache.storage.entry import (
     read_header,
     read_payload,
 )
-from stepcache.storage.load_markers import author, killers, marked, unique_name
+from stepcache.storage.load_markers import killers, marked
 
 _ROOT, _EARLIER_ROOT = "v2", "v1"
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
-_ATTEMPTS = 3
 _TOUCH_SECONDS, _TEMPORARY_SECONDS = 60, 3600
 _MAX_QUARANTINED_FILES, _REFUSALS_REMEMBERED = 16, 256
 _LOOKED_THROUGH_EVERY = 64
@@ -49,20 +49,6 @@ _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EAGAIN
 
 _log = logging.getLogger("stepcache")
 _warned_of: set[Path] = set()
-
-
-def _open(path: str, _flags: int) -> int:
-    return os.open(path, private_files.READ_FLAGS)
-
-
-class _File(NamedTuple):
-    """A file that lies where an entry should; kind and digest are those of its place."""
-
-    kind: str
-    digest: str
-    path: Path
-    size_bytes: int
-    used_time: float
 
 
 class DiskStore:
@@ -131,11 +117,12 @@ class DiskStore:
                 private_files.remove(marker.path)
         for path in (*private_files.listed(tmp), *private_files.listed(loading)):
             process = author(path.name)
-            is_here = process is not None and process.is_local()
             with contextlib.suppress(OSError):
-                is_old = self._clock() - path.lstat().st_mtime > _TEMPORARY_SECONDS
-                is_left = path.parent == tmp and process is not None and process.has_ended()
-                if (is_old and not is_here) or (is_here and is_left):
+                if process is not None and process.is_local():
+                    is_left = path.parent == tmp and process.has_ended()
+                else:
+                    is_left = self._clock() - path.lstat().st_mtime > _TEMPORARY_SECONDS
+                if is_left:
                     path.unlink()
 
     @property
@@ -218,7 +205,7 @@ class DiskStore:
         path, found = self._path(kind, digest), None
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(open(path, "rb", opener=_open))
+                file = stack.enter_context(os.fdopen(os.open(path, private_files.READ_FLAGS), "rb"))
                 found = os.fstat(file.fileno())
                 try:
                     header = read_header(file, found.st_size, self._key(), kind, digest)
@@ -258,23 +245,18 @@ class DiskStore:
         Raises `OptionError` if `header` cannot be packed.
         """
         path = self._path(kind, digest)
-        for attempt in range(_ATTEMPTS):
-            if not self.writable:
-                break
+        if self.writable:
             try:
                 now = self._clock()
                 pieces = encode(self._prepare(), kind, digest, now, header, payload)
                 self._write(path, pieces, now)
+                self._shunned.discard((kind, digest))
+                self._make_room(sum(map(len, pieces)), path)
+                return True
             except (OSError, CacheDirectoryError) as error:
-                if isinstance(error, FileNotFoundError) and attempt < _ATTEMPTS - 1:
-                    continue  # Somebody removed the directory meanwhile: it is made anew.
                 self._stop_writing(error)
                 if self.writable:
                     _log.warning("stepcache could not store %s %s: %s", kind, digest, error)
-                break
-            self._shunned.discard((kind, digest))
-            self._make_room(sum(map(len, pieces)), path)
-            return True
         if not self.writable and self.root not in _warned_of:
             _warned_of.add(self.root)
             warn(
@@ -321,16 +303,16 @@ class DiskStore:
             self.prune(self._max_bytes, keep=keep)
             self._room_bytes, self._unseen_writes = self._max_bytes - self.size_bytes(), 0
 
-    def _found(self, kind: str | None = None) -> Iterator[_File]:
-        """The entries there are, of one kind or all. Files with other names are not ours."""
+    def _found(self, kind: str | None = None) -> Iterator[EntryInfo]:
+        """The entries there are, of one kind or all, not read. Other names are not ours."""
         for directory in private_files.listed(self.root / "entries"):
             if not _KIND.fullmatch(directory.name) or kind not in (None, directory.name):
                 continue
             for path in private_files.listed(directory):
                 with contextlib.suppress(OSError):
                     if _DIGEST.fullmatch(path.name):
-                        seen = path.lstat()
-                        yield _File(directory.name, path.name, path, seen.st_size, seen.st_mtime)
+                        seen, name = path.lstat(), (directory.name, path.name)
+                        yield EntryInfo(*name, None, seen.st_size, None, seen.st_mtime)
 
     def entries(self, kind: str | None = None, *, whole: bool = False) -> Iterator[EntryInfo]:
         """What is stored, of one kind or all, in no order. Damaged entries have a `problem`.
@@ -364,11 +346,12 @@ class DiskStore:
         found = sorted(self._found(), key=lambda each: each.used_time)
         left_bytes, removed = sum(each.size_bytes for each in found), []
         for each in found:
+            path = self._path(each.kind, each.digest)
             is_idle = unused_since is not None and each.used_time <= unused_since
             is_too_much = max_bytes is not None and left_bytes > max_bytes
-            if (is_idle or is_too_much) and each.path != keep:
+            if (is_idle or is_too_much) and path != keep:
                 info = self._examine(each.kind, each.digest)
-                if private_files.remove(each.path) and info is not None:
+                if private_files.remove(path) and info is not None:
                     removed.append(info)
                 left_bytes -= each.size_bytes
         return removed
@@ -381,7 +364,8 @@ class DiskStore:
         for path in private_files.listed(self.root / "quarantine"):
             private_files.remove(path)
         private_files.remove(self.root.with_name(_EARLIER_ROOT))
-        return sum(private_files.remove(found.path) for found in self._found())
+        paths = [self._path(found.kind, found.digest) for found in self._found()]
+        return sum(map(private_files.remove, paths))
 
     def discard(
         self, kind: str, digest: str, reason: str, seen: os.stat_result | None = None

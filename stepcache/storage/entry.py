@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import OptionError
-from stepcache.storage import plain
+from stepcache.link import plain
 
 FORMAT_VERSION = 2
 KEY_BYTES = 32

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from stepcache.errors import CacheDirectoryError, refuse_url
 from stepcache.storage.entry import KEY_BYTES
 
 _ATTEMPTS = 3
-_MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 _CACHE, _ELSEWHERE = "the program cache", "name another directory in STEPCACHE_DIR"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -131,27 +128,27 @@ def secret_in(path: Path, where: str) -> bytes:
 
     Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
     """
-    make_one = f"openssl rand -hex 32 > {path} && chmod 600 {path} makes one"
-    expected, hint = f"at least {KEY_BYTES} bytes", f"{make_one}; all machines need the same key"
+    others, user = stat.S_IRWXG | stat.S_IRWXO, os.geteuid()
     try:
         with path.open("rb") as file:
             found, secret = os.fstat(file.fileno()), file.read(1 << 16).strip()
-    except OSError as error:
-        what, got = "The key of the shared cache cannot be read", error.strerror
-    else:
-        others = stat.S_IRWXG | stat.S_IRWXO
-        if not found.st_uid and os.geteuid():
+        if not found.st_uid and user:
             others &= ~stat.S_IRGRP
-        if found.st_uid in (os.geteuid(), 0) and not found.st_mode & others:
-            if len(secret) >= KEY_BYTES:
-                return secret
-            what, got = "The key of the shared cache is too short", f"{len(secret)} bytes"
-        else:
-            what = "Others can read the key of the shared cache, and with it run code as you"
-            expected, got = f"owner {os.geteuid()}, mode 0600", _mode(found.st_mode)
-            hint = f"chmod 600 {path}; if others have read it, make a new one"
-            got = f"owner {found.st_uid}, {got}"
-    raise CacheDirectoryError(what, where=f"{where}={path}", expected=expected, got=got, hint=hint)
+        what, got = "is too short", f"{len(secret)} bytes"
+        if found.st_uid not in (user, 0) or found.st_mode & others:
+            what = "can be read by others, who could run code as you"
+            got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+        elif len(secret) >= KEY_BYTES:
+            return secret
+    except OSError as error:
+        what, got = "cannot be read", str(error.strerror)
+    raise CacheDirectoryError(
+        f"The key of the shared cache {what}",
+        where=f"{where}={path}",
+        expected=f"at least {KEY_BYTES} bytes in a file of owner {user}, mode 0600",
+        got=got,
+        hint=f"openssl rand -hex 32 > {path} && chmod 600 {path} makes one, for all machines",
+    )
 
 
 def ensure_key(path: Path, temporary: Path) -> bytes:
@@ -238,15 +235,3 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> int:
         written = os.pwrite(descriptor, data, offset)
         offset, data = offset + written, data[written:]
     return offset
-
-
-def socket_path(directory: Path) -> str:
-    """Returns a path for the socket of a directory, short enough and in a private directory."""
-    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        private = Path(parent) / f"stepcache-{os.geteuid()}"
-        path = str(private / f"{name}.ipc")
-        if len(path) <= _MAX_SOCKET_PATH:
-            make_directory(private, "sockets", "set TMPDIR to another directory")
-            return path
-    raise CacheDirectoryError("there is no directory with a short path for a socket", got=path)

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass, field
@@ -38,10 +38,8 @@ ROOT = "stepcache-2/"
 
 _NAME = re.compile(rf"{ROOT}(?:program/([0-9a-f]{{1,128}})|prediction/([0-9a-f]{{1,128}})/[\w-]+)")
 _READERS, _WRITERS = 16, 4
-_LISTED_SECONDS = 60.0
-_MAX_BYTES = 4 << 30
-_AHEAD = 256
-_END_SECONDS = 2.0
+_LISTED_SECONDS, _END_SECONDS = 60.0, 2.0
+_AHEAD, _MAX_BYTES = 256, 4 << 30
 
 T = TypeVar("T")
 
@@ -71,10 +69,10 @@ class Catalogue:
     predictions: dict[str, Object] = field(default_factory=dict)  # The newest, by name.
 
     @classmethod
-    def of(cls, objects: Iterable[Object]) -> Catalogue:
-        """From a listing; objects with other names are not ours."""
+    def read(cls, objects: ObjectStore) -> Catalogue:
+        """Lists a store; objects with other names are not ours."""
         made = cls()
-        for each in sorted(objects, key=lambda each: (each.time, each.name)):
+        for each in sorted(objects.listed(ROOT), key=lambda each: (each.time, each.name)):
             found = _NAME.fullmatch(each.name)
             if found and found[1]:
                 made.programs[found[1]] = each
@@ -84,10 +82,7 @@ class Catalogue:
 
 
 _patience_seconds: dict[str, float] = {}
-"""How long calls may still wait for a store, by URL; 0 where it is not asked any more.
-
-What one cache of the process has found out holds for all.
-"""
+"""By URL, for all caches of the process: how long calls may still wait; 0 where none asks."""
 
 
 class SharedEntries:
@@ -130,11 +125,9 @@ class SharedEntries:
                 self._listed_time = time.monotonic()
                 if self._writable:  # What is not there may be built at the end: see `Requests`.
                     self._writes.submit(lambda: None)
-                self._listing = self._reads.submit(self._list, first=True)
+                read = partial(Catalogue.read, self._objects)
+                self._listing = self._reads.submit(read, first=True)
             return self._listing
-
-    def _list(self) -> Catalogue:
-        return Catalogue.of(self._objects.listed(ROOT))
 
     def fetch(self, digest: str) -> bool:
         """Copies a program to the disk. Returns whether it is there.
@@ -218,9 +211,11 @@ class SharedEntries:
             if not isinstance(error, FileNotFoundError) or future is self._listing:
                 why = f"{type(error).__name__}: {in_short(error)}"
         finally:
-            left = _patience_seconds[self.url] - (time.monotonic() - started)
-            _patience_seconds[self.url] = max(left, 0.001) if not why else 0.0
-        if why:
+            with self._lock:
+                before = _patience_seconds[self.url]
+                left = max(before - (time.monotonic() - started), 0.001)
+                _patience_seconds[self.url] = left if before and not why else 0.0
+        if why and before:
             _stop(self._reads, self._writes)
             warn(f"The shared cache {self.url} is not used from now on: {why}", StepCacheWarning)
         return None
@@ -250,10 +245,10 @@ class SharedEntries:
                 return
             self._writable = False
         self._writes.stop()
-        is_refused = isinstance(error, PermissionError)
-        hint = "; if that is intended, set STEPCACHE_REMOTE_MODE=read" if is_refused else ""
-        what = f"Nothing is written to the shared cache {self.url} from now on"
-        warn(f"{what}: {type(error).__name__}: {in_short(error)}{hint}", StepCacheWarning)
+        why = f"{type(error).__name__}: {in_short(error)}"
+        if isinstance(error, PermissionError):
+            why += "; if that is intended, set STEPCACHE_REMOTE_MODE=read"
+        warn(f"Nothing more is written to the shared cache {self.url}: {why}", StepCacheWarning)
 
     def flush(self, seconds: float | None = None) -> None:
         """Waits until everything is written, but not for longer; what is left then is dropped."""

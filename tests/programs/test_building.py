@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from stepcache.storage import file_lock
+from stepcache.link import file_lock
 from stepcache.storage.building import BuildLock
 
 DIGEST = "0123456789abcdef" * 4

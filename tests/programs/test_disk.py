@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 import stepcache as sc
+from stepcache.link.processes import Process, unique_name
 from stepcache.storage import entry as format_
 from stepcache.storage import private_files
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.load_markers import Process, unique_name
 
 DIGEST = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
