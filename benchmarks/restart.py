@@ -28,7 +28,6 @@ EVENTS = {
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "compile": "/jax/core/compile/backend_compile_duration",
 }
-UNVERIFIED = {"stepcache, unverified": ("unverified", "warm")}
 CONTENDERS = {
     "jax.jit, nothing stored": ("jax", "cold"),
     "jax.jit, persistent cache": ("jax", "warm"),
@@ -72,10 +71,7 @@ def work(way: str, layers: int, devices: int) -> None:
         step = jax.jit(train_step, donate_argnames="state")
     elif step is None:
         step = sc.step(train_step, carry="state", batch="batch")
-    cache = None
-    if way == "unverified":
-        cache = sc.ProgramCache(os.environ["STEPCACHE_DIR"], verify="off")
-    with sc.Session(mesh, cache=cache) if way != "jax" else jax.set_mesh(mesh):
+    with sc.Session(mesh) if way != "jax" else jax.set_mesh(mesh):
         started = time.perf_counter()
         state, loss = step(state, batch)  # type: ignore[misc]
         jax.block_until_ready((state, loss))
@@ -88,10 +84,9 @@ def work(way: str, layers: int, devices: int) -> None:
         record["ten_steps_seconds"] = time.perf_counter() - started
     if way != "jax":
         stats = step.stats()
-        stages = ("hash", "read", "load", *STAGES, "own")
+        stages = (*STAGES, "load", "own")
         record["miss"] = str(step.last_miss)
         record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
-        # What the background check traces afterwards is counted apart, as a verification.
         counts = {"trace": stats.traces, "lower": stats.lowers, "compile": stats.compiles}
     print(json.dumps(record | {"counts": counts, "leaves": len(jax.tree.leaves((state, batch)))}))
 
@@ -101,7 +96,7 @@ def work(way: str, layers: int, devices: int) -> None:
 
 def run(contender: str, layers: int, devices: int, stored: Path) -> dict:
     """One fresh process of one contender."""
-    way, state = (CONTENDERS | UNVERIFIED)[contender]
+    way, state = CONTENDERS[contender]
     with tempfile.TemporaryDirectory() as empty:
         directory = str(stored) if state == "warm" else empty
         environment = dict(os.environ, STEPCACHE_DIR="off")
@@ -161,7 +156,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--work", choices=("jax", "late", "early", "unverified"), help=argparse.SUPPRESS
+        "--work", choices=("jax", "late", "early"), help=argparse.SUPPRESS
     )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--devices", type=int, default=1)

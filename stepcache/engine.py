@@ -37,16 +37,14 @@ from stepcache.distributed.hang_report import CallCount
 from stepcache.errors import SessionClosedError, StepCacheWarning, warn
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.programs.build import NotHoldable, Program, trace
-from stepcache.programs.cache import ProgramCache, caches_for
+from stepcache.programs.cache import caches_for
 from stepcache.programs.dispatch import Dispatcher
-from stepcache.programs.levels import Levels
-from stepcache.programs.lookup import Lookup, LookupResult, step_label
+from stepcache.programs.earlier_runs import compared_with_earlier_run, describe
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.resolve import Resolver, compared
-from stepcache.programs.verification import Checks
+from stepcache.programs.prediction import Prediction
+from stepcache.programs.resolve import Resolver
 from stepcache.resident_calls import ResidentCalls, is_admitted
 from stepcache.sharding import mesh_identity
-from stepcache.weak_objects import WeakObjects
 
 
 class Engine:
@@ -63,7 +61,6 @@ class Engine:
         self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun), spec.pads)
         self.scope = scope
         self.number = spec.identity.number
-        self.levels = Levels(spec)
         self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self.is_over_buffers = is_over_buffers
@@ -80,16 +77,8 @@ class Engine:
             *(spec, self.miss_log, self.call_count, call),
             lambda: Engine(over_buffers(spec), scope, miss_log, is_over_buffers=True),
         )
-        self.checks = Checks(spec, self.number, self.levels, self.miss_log, self.dispatcher)
-        self.resolver = Resolver(spec, self.levels, self.checks, self.miss_log)
-        _live.add(self)
-        self.preload(scope().cache)
-
-    def preload(self, cache: ProgramCache) -> None:
-        """Starts loading what the last run of this script used of the step."""
-        archive = cache.archive()
-        if archive is not None:
-            archive.preloader.preload(step_label(self.spec.fun))
+        self.resolver = Resolver(spec, self.miss_log)
+        scope().cache.store()  # Which begins to preload.
 
     def run(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """The outputs of a call, and what the dispatcher needs to serve the next one by itself."""
@@ -100,8 +89,7 @@ class Engine:
             return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
-        scope = self._open_scope()
-        self.checks.raise_if_stale()
+        scope, request = self._open_scope(), None
         try:
             request = self.request(scope, args, kwargs)
             check_budget(scope, self.spec.name, request)
@@ -121,12 +109,15 @@ class Engine:
             )
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
                 check_tied(self.spec, request, program.run)
-            self.checks.every(scope.cache, request, program)
             self.resolver.compare_values(scope, request)
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        through_python = watched or scope.closed or self.checks.suspicion is not None
+        except BaseException:
+            if request is not None:
+                self.resolver.settle(request)
+            raise
+        through_python = watched or scope.closed
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
             self.global_arguments = GlobalArguments(request, self.scope)
@@ -167,7 +158,6 @@ class Engine:
         scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
-            self.checks.raise_if_stale()
             check_runnable(self.spec.name, request)
             self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
@@ -177,7 +167,7 @@ class Engine:
             return None
         except NotHoldable:
             return None
-        self.resolver.settle(scope, request)
+        self.resolver.settle(request)
         return program
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
@@ -255,14 +245,17 @@ class Engine:
                 self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
-    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, LookupResult]:
-        """Why a call finds no program in memory, and what it will find on disk, or behind it."""
-        miss, archive = self.miss_log.why(request), scope.cache.archive()
-        if archive is None:
-            return miss, LookupResult()
-        lookup = Lookup(self.spec, request)
-        _, result = self.levels.look_up(lookup, archive, contextlib.nullcontext)
-        return compared(miss, result), result
+    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, Prediction | None]:
+        """Why a call finds no program in memory, and what the last runs used for such a call."""
+        miss, store = self.miss_log.why(request), scope.cache.store()
+        if store is None:
+            return miss, None
+        described = describe(self.spec, request)
+        prediction = store.predictions.find(described.label, described.signature)
+        if prediction is not None:
+            is_there = store.disk.holds("program", prediction.program)
+            return miss, prediction if is_there else None
+        return compared_with_earlier_run(miss, store, described, "", lambda: ""), None
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -311,7 +304,7 @@ class Engine:
                 peers.raise_if_lost_by(error)
             raise
         finally:
-            self.resolver.settle(scope, request, outputs, started)
+            self.resolver.settle(request, outputs, started)
 
     def show_use(self) -> None:
         """A cache asks which programs are in use: the next calls come through it."""
@@ -330,7 +323,6 @@ class Engine:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
         if self.resident_calls.made is not None:
             self.resident_calls.made.clear()
-        self.levels.forget()
         for cache in self._caches:
             cache.release(self.number)
         self._not_holdable.clear()
@@ -343,12 +335,3 @@ class Engine:
         over_buffers = self.resident_calls.made
         own = sum(cache.programs_of(self) for cache in self._caches)
         return own + over_buffers.programs() if over_buffers is not None else own
-
-
-_live: WeakObjects[Engine] = WeakObjects()
-
-
-def preload_all(cache: ProgramCache) -> None:
-    """Starts loading, for all steps there are, what the last run of this script used of them."""
-    for engine in _live:
-        engine.preload(cache)

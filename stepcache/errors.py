@@ -68,18 +68,6 @@ class CacheDirectoryError(StepCacheError):
     """The directory of the program cache is a URL, or other users can write to it."""
 
 
-class StaleProgramError(StepCacheError, RuntimeError):
-    """A loaded program is stale: the step's function, traced now, gives another program.
-
-    Attributes:
-        changes: the dependencies that changed, as `Change` records.
-    """
-
-    def __init__(self, what: str, changes=(), **details):
-        super().__init__(what, **details)
-        self.changes = tuple(changes)
-
-
 class RecompileError(StepCacheError, RuntimeError):
     """A call missed inside `no_recompile`, or in a session with `on_miss="error"`.
 
@@ -161,13 +149,6 @@ class StepCacheWarning(UserWarning):
 
 class RecompileWarning(StepCacheWarning):
     """A call built a new program in a session with `on_miss="warn"`."""
-
-
-class StaleProgramWarning(StepCacheWarning):
-    """A dependency of a step changed in this process after the step was traced.
-
-    The contents of lists and dicts are not compared: functions may count their traces there.
-    """
 
 
 class OptimizerWarning(StepCacheWarning):

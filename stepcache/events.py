@@ -26,8 +26,8 @@ class Change:
 
     Attributes:
         part: which part of the key: "argument", "tree", "static", "mesh", "config" or "options";
-            against an earlier run also "code", "value", "file", "variable" (of the environment),
-            "package", "environment" or "module" (of an installed package).
+            against an earlier run also "package", "environment", or "code" (the first line at which
+            the lowered modules differ).
         path: the argument path (`batch['tokens']`), or the name of the setting.
         before: value that the known program was built for.
         after: value that the call needs.
@@ -47,8 +47,6 @@ class Change:
     sizes: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
-        if self.part == "code" and self.note:  # Both sides are digests.
-            return f"{self.path}: {self.note}"
         text = f"{self.path}: {self.before} → {self.after}"
         return f"{text} ({self.note})" if self.note else text
 
@@ -61,17 +59,18 @@ class Miss:
         step: name of the step.
         number: 1 for the first miss of this step.
         reason: "first call", "changed", "evicted" (built before, and evicted to make room),
-            "cleared" (`clear_cache`), "new session" (another session's cache has the program), or
-            "other run" (an earlier run built it, and a dependency has changed since).
+            "cleared" (`clear_cache`), "new session" (another session's cache has the program),
+            "other run" (an earlier run compiled this step, and `changes` say what differs since),
+            or "gone from disk" (an earlier run compiled this program, and it was removed since).
         changes: differences from the closest known signature of this step, or from that run.
         advice: hints for the user.
-        omitted: number of leaves that differ and are not in `changes`.
-        since: time when the earlier run built its program, in seconds since the epoch.
-        stored: dependencies, beside `changes`, that have changed since that run. Because of them
-            its program was not loaded without a trace.
-        remedy: how the program was obtained, such as "built" or "loaded from disk, without a trace,
-            in 0.10 s"; empty until then.
-        untrackable: dependencies that cannot be fingerprinted; later runs must trace the step.
+        omitted: number of differing leaves, or places in the modules, that are not in `changes`.
+        since: time when the earlier run compiled its program, in seconds since the epoch.
+        stored: beside `changes`, what differs from the program that an earlier run compiled for
+            this signature.
+        remedy: how the program was obtained, such as "compiled" or "loaded from disk, in 0.10 s";
+            empty until then.
+        not_stored: why later processes have to compile the program again; empty if it is stored.
         called_time: time of the call, in seconds since the epoch; 0 until the program was obtained.
     """
 
@@ -82,9 +81,9 @@ class Miss:
     advice: tuple[str, ...] = ()
     omitted: int = 0
     since: float | None = None
-    untrackable: tuple[str, ...] = ()
-    remedy: str = ""
     stored: tuple[Change, ...] = ()
+    remedy: str = ""
+    not_stored: str = ""
     called_time: float = field(default=0.0, compare=False)
 
     @property
@@ -106,6 +105,7 @@ class Miss:
             "cleared": "the program was built before and the cache has been cleared",
             "new session": "another session's program cache has the program, this one does not",
             "other run": f"since the run of {readable_time(self.since)} these have changed:",
+            "gone from disk": "an earlier run compiled this program, and it is no longer on disk",
         }[self.reason]
 
     def __str__(self) -> str:
@@ -117,12 +117,11 @@ class Miss:
         if self.stored:
             lines.append(f"  since the run of {readable_time(self.since)} these have changed:")
             lines += [f"    {change}" for change in self.stored[:_MAX_CHANGES_SHOWN]]
-        if self.remedy and self.remedy != "built":
+        if self.remedy and self.remedy != "compiled":
             lines.append(f"  the program was {self.remedy}")
         lines += [f"  hint: {text}" for text in self.advice]
-        if self.untrackable:
-            lines.append("  every run must trace the step, because:")
-            lines += [f"    {text}" for text in self.untrackable[:_MAX_CHANGES_SHOWN]]
+        if self.not_stored:
+            lines.append(f"  each process has to compile it: {self.not_stored}")
         return "\n".join(lines)
 
     _repr_pretty_ = shown_as_printed
@@ -143,7 +142,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class StageStarted:
-    """The resolution of a miss entered a stage: "hash", "read", "load", "trace", "lower", …"""
+    """The resolution of a miss entered a stage: "trace", "lower", "load", "compile", …"""
 
     step: str
     build_id: int
@@ -152,7 +151,7 @@ class StageStarted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program was built.
+    """A program was traced, lowered and compiled.
 
     Attributes:
         own_seconds: time of the call spent in stepcache: all but JAX's trace, lower and compile,
@@ -171,13 +170,13 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A program was loaded from disk or from the shared cache, and not compiled.
+    """A program was traced and lowered, and its executable found, so that nothing was compiled.
 
     Attributes:
-        traced: whether the user's function was traced to find it.
-        seconds: durations by stage: "hash" (fingerprints the dependencies), "read" (reads stored
-            records), "load" (the executable), "remote" (waits for the shared cache), and if it was
-            traced "trace" and "lower".
+        source: where the executable was: "memory" (of this process), "preloaded", "disk", "remote"
+            (the shared cache) or "rank N" (another process of the pod).
+        seconds: durations by stage: "trace", "lower", "load" (the executable), "remote" (waits for
+            the shared cache); in a pod "agree" and "wait".
         own_seconds: all other time spent in stepcache.
         remote_bytes: size of the executable, if it came from the shared cache.
     """
@@ -185,24 +184,10 @@ class Loaded:
     step: str
     build_id: int
     miss: Miss
-    traced: bool
+    source: str
     seconds: Mapping[str, float]
     own_seconds: float
     remote_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The background trace of a program that was loaded without a trace has ended.
-
-    Attributes:
-        agrees: whether the trace gives the same program.
-        seconds: duration of the trace.
-    """
-
-    step: str
-    agrees: bool
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +221,7 @@ class Moved:
     link_bytes: tuple[tuple[str, int], ...]
 
 
-Event = StageStarted | Built | Loaded | Verified | BuildFailed | Evicted | Moved
+Event = StageStarted | Built | Loaded | BuildFailed | Evicted | Moved
 Subscriber = Callable[[Event], None]
 
 
@@ -246,14 +231,14 @@ class StepStats:
 
     Attributes:
         misses: calls that found no program in memory.
-        traces: programs for which the user's function was traced. A weakly typed carry that comes
-            back with another type makes JAX trace twice; that counts once.
+        traces: programs for which the step was traced: one for each miss. A weakly typed carry that
+            comes back with another type makes JAX trace twice; that counts once.
         lowers: lowered traces.
         compiles: compiled modules.
-        loads: programs loaded from disk or from the shared cache. `misses` counts them too.
+        loads: programs whose executable was found after the trace: in memory, preloaded, on disk,
+            in the shared cache or on another rank.
         remote_loads: those loaded from the shared cache.
         remote_bytes: size of these.
-        verifications: background traces of programs that were loaded without a trace.
         evictions: programs of this step that were evicted from memory.
         hits: calls that found their program *in Python*. JAX's C++ dispatcher serves most hits
             without Python, and they are not counted; `Session(count_hits=True)` counts all.
@@ -262,8 +247,6 @@ class StepStats:
         trace_seconds: time in JAX's tracing.
         lower_seconds: time in JAX's lowering.
         compile_seconds: time in XLA.
-        hash_seconds: time to fingerprint the step's dependencies.
-        read_seconds: time to look for records on disk.
         load_seconds: time to load executables.
         remote_seconds: time waited for the shared cache.
         agree_seconds: time waited for the agreement of a pod's processes.
@@ -282,15 +265,12 @@ class StepStats:
     loads: int = 0
     remote_loads: int = 0
     remote_bytes: int = 0
-    verifications: int = 0
     evictions: int = 0
     hits: int = 0
     delegated: int = 0
     trace_seconds: float = 0.0
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
-    hash_seconds: float = 0.0
-    read_seconds: float = 0.0
     load_seconds: float = 0.0
     remote_seconds: float = 0.0
     agree_seconds: float = 0.0
@@ -376,8 +356,6 @@ def _mirror(event: Event) -> None:
             durations = {stage: getattr(event, f"{stage}_seconds") for stage in stages}
         case Loaded():
             name, durations = "load", event.seconds
-        case Verified():
-            name = "verified" if event.agrees else "stale"
         case BuildFailed():
             name = "build_failed"
         case Evicted():

@@ -20,7 +20,6 @@ from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_o
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
 from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part, check_replicas
-from stepcache.engine import preload_all
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.programs.dispatch import clear_all
@@ -165,8 +164,6 @@ class Session:
             if tasks is not None:
                 tasks.session = weakref.ref(self)
             _ = self._scope.peers  # From now on they know of each other.
-            if cache is not None:
-                preload_all(cache)
             opened.pop_all()
 
     def _open(self, scope: Scope) -> None:

@@ -56,8 +56,7 @@ class Scope:
     @property
     def is_watched(self) -> bool:
         """Whether each call has to enter Python, to be counted, checked or judged."""
-        bounded = self.max_step_bytes is not None
-        return bool(self.count_hits or self.cache.check_every or bounded)
+        return self.count_hits or self.max_step_bytes is not None
 
     @property
     def peers(self) -> Peers | None:

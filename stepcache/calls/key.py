@@ -1,6 +1,6 @@
 """`Key`: the named parts that decide, in one process, which program a call needs.
 
-What other processes compare in the place of a function's identity is in `fingerprint/`.
+Outside a process, the digest of the lowered module takes its place.
 """
 
 from __future__ import annotations

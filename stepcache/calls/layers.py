@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.fingerprint.provenance import USER, file_label, origin_of_file
+from stepcache.calls.origin import file_label, is_users_file
 
 _MAX_LAYERS = 16
 _MAX_WRAPPINGS = 256
@@ -52,9 +52,19 @@ def definition_of(fun: Any) -> Any:
         code = code_of(layer)
         if code is not None:
             found = layer
-            if origin_of_file(code.co_filename) == USER:
+            if is_users_file(code.co_filename):
                 break
     return found
+
+
+def step_label(fun: Any) -> str:
+    """How to name a step in any process: by its file and name."""
+    inner = definition_of(fun)
+    if inner is None:
+        kind = type(fun)
+        return f"{kind.__module__}:{kind.__qualname__}"
+    module = getattr(inner, "__module__", None)
+    return f"{file_label(inner.__code__.co_filename, module)}:{inner.__qualname__}"
 
 
 def function_name(fun: Any) -> str:
@@ -88,7 +98,7 @@ def count_step(fun: Any) -> Making:
     if depth is None:
         return Making()
     code: Any = codes[depth]
-    if origin_of_file(code.co_filename) != USER:
+    if not is_users_file(code.co_filename):
         return Making()
     wrapping = tuple(map(_layer_text, layers[:depth], codes))
     with _lock:

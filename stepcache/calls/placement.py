@@ -15,7 +15,6 @@ from stepcache import jaxcompat
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import PlacementError
-from stepcache.jaxcompat import inspection
 from stepcache.sharding import Placed, Placer, axes_of, is_in_type, quoted
 
 
@@ -215,7 +214,7 @@ def check_runnable(step: str, request: Request) -> None:
     """
     for leaf, path in zip(request.leaves, request.call.paths, strict=True):
         devices = leaf.sharding.device_set if leaf.sharding is not None else ()
-        if not inspection.live_backend(devices):
+        if not jaxcompat.live_backend(devices):
             raise PlacementError(
                 f"{step} cannot be warmed for devices that do not exist here",
                 where=path.text,

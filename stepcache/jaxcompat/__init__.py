@@ -4,7 +4,7 @@ No file outside this package touches `jax._src`, `jaxlib` internals, `jax.extend
 `jax.experimental`. Each function here has a public-API fallback, used where a private name is gone
 (one warning says so) or where `STEPCACHE_DISPATCH=public` asks for it.
 
-Other rooms use the names below, `inspection` and `storing`. The files in here import from each
+Other rooms use the names below, `coordination` and `specs`. The files in here import from each
 other, never from the package: `private` stands below all of them.
 """
 
@@ -28,7 +28,6 @@ from stepcache.jaxcompat.arguments import (
 )
 from stepcache.jaxcompat.contexts import (
     ContextToken,
-    ValueToken,
     arguments_outlive_calls,
     backends_are_initialized,
     carried_settings,
@@ -42,30 +41,22 @@ from stepcache.jaxcompat.contexts import (
     keeps_what_is_read,
     must_delegate,
     setting,
-    trace_anew,
     tracing_context,
 )
-from stepcache.jaxcompat.hooks import (
-    LOG_OF_CALLBACKS,
-    WATCHED_BINDS,
-    WATCHED_ENDS,
-    WATCHED_JITS,
-    CallReplacement,
-    call_on_clear_caches,
-    hide_frames,
-    pause_nothing,
-    recording_paused,
+from stepcache.jaxcompat.executables import (
+    NotStorable,
+    load_executable,
+    serialize_executable,
+    why_not_storable,
 )
+from stepcache.jaxcompat.hooks import Compilation, call_on_clear_caches, hide_frames
 from stepcache.jaxcompat.inspection import (
-    active_jaxpr_traces,
-    active_traces,
     captured_arrays,
-    equations_of,
-    lowering_modules,
-    lowering_rules,
-    outline,
-    sources_of,
-    tracing_rules,
+    devices_text,
+    live_backend,
+    module_text,
+    process_environment,
+    sharding_text,
 )
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 from stepcache.jaxcompat.stages import (
@@ -74,6 +65,7 @@ from stepcache.jaxcompat.stages import (
     Runnable,
     Staged,
     committed_outputs,
+    digest_of,
     explain_floating_point_error,
     forget_traces,
     jit,

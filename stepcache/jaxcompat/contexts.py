@@ -19,7 +19,6 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh
 
 from stepcache import _process_hooks
-from stepcache._changes import Undoing
 from stepcache.errors import ForkedProcessError
 from stepcache.jaxcompat.hooks import call_on_changed_settings
 from stepcache.jaxcompat.private import PRIVATE_API
@@ -48,7 +47,6 @@ class ValueToken(tuple[Hashable, ...]):
 
 _session_context = jax.make_user_context(None)
 _settings_context = jax.make_user_context(None)
-_recording_context = jax.make_user_context(None)
 
 # Settings that change what a program does or how it is compiled, but that JAX leaves out of its
 # dispatcher's key: without our help a hit would go on serving the program of the old setting.
@@ -270,21 +268,6 @@ def carried_settings() -> contextlib.AbstractContextManager:
         holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
         values = {h: value for h in holders if (value := h.get_local()) is not unset}
     return _in_settings(values, _concrete_mesh(), _entered.session, _entered.token)
-
-
-def trace_anew(undoing: Undoing, token: ContextToken | ValueToken) -> None:
-    """Has traces of this thread made anew, down to functions that were traced before outside it.
-
-    That ends with `undoing`. Traces made under equal tokens are shared.
-    """
-    before = _recording_context.value
-
-    def undo() -> None:
-        if _recording_context.value is token:
-            _recording_context(before).__enter__()
-
-    undoing.add(undo)
-    _recording_context(token).__enter__()
 
 
 def backends_are_initialized() -> bool:

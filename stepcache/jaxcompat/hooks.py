@@ -1,64 +1,79 @@
 """Every change that stepcache makes inside JAX, and how it ends.
 
-docs/process.md lists them for users. Functions of JAX are replaced only while a program is compiled
-through `compile_through`, and while a `CallReplacement` is in use; settings are hooked for as
-long as stepcache is imported.
+docs/process.md lists them for users. Functions of JAX are replaced only while a step is lowered or
+compiled, and other threads get through to what was there; settings are hooked for as long as
+stepcache is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import hashlib
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jax
 
 from stepcache._changes import Shared, Undoing
-from stepcache._process_hooks import set_profile
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import source_info_util, traceback_util, util
+    from jax._src.interpreters import mlir
 if CAN_STORE:
-    from jax._src import cache_key, compiler, core, pjit
-    from jax._src.interpreters import partial_eval
-
-LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
-"""Logger and message of an error in a callback, which is raised as well."""
-
-Load = Callable[[bytes], Any]
-Find = Callable[[str, Load], Any]
+    from jax._src import cache_key, compiler
 
 
-class _Compiling(threading.local):
-    find: Find | None = None
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What JAX is about to have XLA compile."""
+
+    # Of all that XLA is given: module, options, flags, versions and topology, as JAX's own
+    # persistent cache has them in its key. So paths of dumps and of autotuning results are not.
+    digest: str
+    devices: tuple[Any, ...]  # In the order of the device assignment.
+    load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
+    compile: Callable[[], Any]  # Compiles it, without JAX's persistent cache.
 
 
-_compiling = _Compiling()
+class _OfThread(threading.local):
+    obtain: Callable[[Compilation], Any] | None = None
+    is_lowering = False
+    context: tuple[Any, int] = (None, 0)  # The one in use for lowering, and how often it was used.
 
 
-def compile_through(undoing: Undoing, find: Find) -> None:
-    """Asks `find` before XLA compiles in this thread, and keeps JAX's persistent cache out.
+_of_thread = _OfThread()
 
-    Args:
-        undoing: until its end.
-        find: is given a digest of all that XLA is given (module, options, flags, versions,
-            topology, as JAX's own cache key has them), and a function that loads an executable of
-            this kind from bytes. Returns the loaded executable, or None to have it compiled.
+
+def compile_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> None:
+    """Has `obtain` give the executable where JAX would compile, or ask its own persistent cache.
+
+    In this thread, until `undoing` ends. It is not asked for programs that call back into Python:
+    their callables are bound when they are compiled, and no digest tells them apart.
     """
-    undoing.add(setattr, _compiling, "find", _compiling.find)
-    _compiling.find = find
+    undoing.add(setattr, _of_thread, "obtain", _of_thread.obtain)
+    _of_thread.obtain = obtain
     for each in (_compile, _hash):
         undoing.use(each)
 
 
+def reuse_contexts(undoing: Undoing) -> None:
+    """Has this thread's lowerings share MLIR contexts until `undoing` ends, as from jax 0.12 on.
+
+    To make one takes most of the lowering of a small function. Each serves ten modules, so that
+    what MLIR interns in it does not pile up.
+    """
+    if PRIVATE_API and not hasattr(mlir, "_thread_local_context"):
+        undoing.add(setattr, _of_thread, "is_lowering", _of_thread.is_lowering)
+        _of_thread.is_lowering = True
+        undoing.use(_context)
+
+
 class _Replacement(Shared):
-    """Replaces a function of a module of JAX; other threads get through to what was found.
+    """Replaces a function of a module of JAX, for its users' threads alone.
 
     If ours has been replaced in turn, the replacement stays, and calls ours.
 
@@ -87,137 +102,72 @@ class _Replacement(Shared):
 
 def _compile_over(found: Callable) -> Callable:
     def compile_or_get_cached(*args, **named):
-        find = _compiling.find
-        backend, computation, devices, options, host_callbacks, executable_devices = args[:6]
-        if find is None or host_callbacks:
+        obtain = _of_thread.obtain
+        backend, module, devices, options, host_callbacks, executable_devices = args[:6]
+        if obtain is None or host_callbacks:
             return found(*args, **named)
 
         def load(data: bytes) -> Any:
             return backend.deserialize_executable(data, executable_devices, options)
 
-        digest = cache_key.get(computation, devices, options, backend).rpartition("-")[2]
-        loaded = find(digest, load)
-        if loaded is not None:
-            return loaded
-        return compiler.backend_compile_and_load(
-            backend, computation, executable_devices, options, host_callbacks
-        )
+        def compile_it() -> Any:
+            return compiler.backend_compile_and_load(
+                backend, module, executable_devices, options, host_callbacks
+            )
+
+        digest = cache_key.get(module, devices, options, backend).rpartition("-")[2]
+        return obtain(Compilation(digest, tuple(executable_devices), load, compile_it))
 
     return compile_or_get_cached
 
 
 def _hash_over(found: Callable) -> Callable:
     def hash_accelerator_config(hasher, accelerators, *rest):
-        """XLA's fingerprint of the topology of a pod differs between its processes."""
+        """XLA's fingerprint of the topology of a pod differs between its processes.
+
+        On CPUs it names the features of the processor, so they are named here.
+        """
         processes = {device.process_index for device in accelerators.flat}
-        if _compiling.find is None or len(processes) == 1:
+        if _of_thread.obtain is None or len(processes) == 1:
             return found(hasher, accelerators, *rest)
         for device in accelerators.flat:
             hasher.update(f"{device.device_kind} {device.process_index};".encode())
+        if accelerators.flat[0].platform == "cpu":
+            hasher.update(cpu_features().encode())
 
     return hash_accelerator_config
 
 
-Judge = Callable[[Any, tuple, dict], bool]
-"""Says yes or no to a call, by its first argument, the other positional and the keyword ones."""
+def _context_over(found: Callable) -> Callable:
+    def make_ir_context():
+        if not _of_thread.is_lowering:
+            return found()
+        context, uses = _of_thread.context
+        if context is None or uses >= _MODULES_A_CONTEXT:
+            context, uses = found(), 0
+        _of_thread.context = context, uses + 1
+        return context
+
+    return make_ir_context
 
 
-class CallReplacement(_Replacement):
-    """Replaces a function of JAX: one of `WATCHED_BINDS` and its kind.
-
-    Args:
-        holder, name: of the function.
-        may_pause: whether the profile of a recording may pause below a call.
-        may_stay: whether a pause may go on below a call. Neither is watched itself.
-    """
-
-    def __init__(self, holder: Any, name: str, may_pause: Judge, may_stay: Judge):
-        over = functools.partial(_with_pauses, may_pause=may_pause, may_stay=may_stay)
-        super().__init__(holder, name, over)
-
-
-def _those_of_jax(*places: tuple[Any, str]) -> tuple[tuple[Any, str], ...]:
-    return tuple((holder, name) for holder, name in places if hasattr(holder, name))
-
-
-WATCHED_BINDS = WATCHED_JITS = WATCHED_ENDS = ()
-if CAN_STORE:
-    WATCHED_BINDS = ((core.Primitive, "bind"), (jax.numpy.ufunc, "__call__"))
-    WATCHED_JITS = _those_of_jax((pjit, "_infer_params"), (pjit, "_run_python_pjit"))
-    WATCHED_ENDS = _those_of_jax((partial_eval.JaxprStackFrame, "to_jaxpr"))
-"""Functions below which JAX spends most of a trace: what binds primitives, what calls a function
-under `jax.jit`, and what collects the equations of a trace."""
-
-_paused = threading.local()
-"""Of this thread: `profile`, that of a recording which has paused below a watched call."""
-
-
-def pause_nothing() -> None:
-    """Forgets a pause that was interrupted, where a recording begins in this thread."""
-    _paused.profile = None
-
-
-def _profile_to_pause() -> Any:
-    """The profile of a recording in this thread; None where there is none but beside the user's."""
-    profile = sys.getprofile()
-    return None if getattr(profile, "_stepcache_users", profile) is not None else profile
-
-
-@contextlib.contextmanager
-def recording_paused() -> Iterator[None]:
-    """Context manager for stepcache's own work in a trace, which a recording need not see."""
-    profile = _profile_to_pause()
-    if profile is not None:
-        set_profile(None)
-    try:
-        yield
-    finally:
-        if profile is not None:
-            set_profile(profile)
-
-
-def _with_pauses(found: Callable, may_pause: Judge, may_stay: Judge) -> Callable:
-    """A function in the place of another one; see `CallReplacement`."""
-
-    @functools.wraps(found)
-    def function(first: Any, *args: Any, **named: Any) -> Any:
-        profile = getattr(_paused, "profile", None)
-        if profile is None:
-            profile = _profile_to_pause()
-            if profile is None:
-                return found(first, *args, **named)
-            set_profile(None)
-            if not may_pause(first, args, named):
-                set_profile(profile)
-                return found(first, *args, **named)
-            _paused.profile = profile
-            try:
-                return found(first, *args, **named)
-            finally:
-                _paused.profile = None
-                set_profile(profile)
-        if may_stay(first, args, named):
-            return found(first, *args, **named)
-        _paused.profile = None
-        set_profile(profile)
-        try:
-            return found(first, *args, **named)
-        finally:
-            set_profile(None)
-            _paused.profile = profile
-
-    return function
-
-
-REPLACED = {
-    ("jax._src.compiler", "compile_or_get_cached"),
-    ("jax._src.cache_key", "_hash_accelerator_config"),
-}
-"""Module and name of the functions that are replaced while a program is compiled."""
-
+_MODULES_A_CONTEXT = 10
+if PRIVATE_API:
+    _context = _Replacement(mlir, "make_ir_context", _context_over)
 if CAN_STORE:
     _compile = _Replacement(compiler, "compile_or_get_cached", _compile_over)
     _hash = _Replacement(cache_key, "_hash_accelerator_config", _hash_over)
+
+
+def cpu_features() -> str:
+    """A digest of the model and the features of this machine's processor."""
+    try:
+        first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # Cores are alike.
+    except OSError:
+        first_core = os.uname().machine
+    about = ("flags", "Features", "model name")
+    lines = [line for line in first_core.splitlines() if line.startswith(about)]
+    return hashlib.sha256("\n".join(lines or [first_core]).encode()).hexdigest()[:16]
 
 
 def call_on_changed_settings(holders: Iterable[Any], changed: Callable[[], None]) -> None:

@@ -39,15 +39,7 @@ _TO_CALL = {
 _TO_STORE = {
     "jax._src.cache_key": "get _hash_accelerator_config",
     "jax._src.compiler": "compile_or_get_cached backend_compile_and_load get_compile_options",
-    "jax._src.core": "ManualAxisType",
-    "jax._src.interpreters.mlir": "_lowerings _platform_specific_lowerings",
-    "jax._src.interpreters.pxla": "UnloadedMeshExecutable",
-    "jax._src.layout": "AutoLayout Layout",
     "jaxlib.lapack": "prepare_lapack_call",
-    "jax._src.lib.xla_client.HloSharding": "subgroup_with_device_ordering",
-    "jax._src.mesh": "AbstractDevice",
-    "jax._src.sharding_impls": "GSPMDSharding",
-    "jax.tree_util.PyTreeDef": "from_node_data_and_children",
 }
 
 

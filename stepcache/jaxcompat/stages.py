@@ -12,8 +12,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from stepcache._changes import Undoing
 from stepcache.jaxcompat.arguments import ArgumentRoles, committed, uncommitted
-from stepcache.jaxcompat.private import PRIVATE_API
+from stepcache.jaxcompat.hooks import Compilation, compile_through, reuse_contexts
+from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import (
@@ -120,6 +122,12 @@ class Runnable(NamedTuple):
         if PRIVATE_API:
             return self.executable.xla_extension_executable()
         return self.executable.runtime_executable()
+
+    @property
+    def device_order(self) -> tuple[Any, ...]:
+        """Its devices in the order of its device assignment; empty where JAX does not tell."""
+        unloaded = getattr(self.executable, "_unloaded_executable", None)
+        return tuple(unloaded.device_list) if unloaded is not None else ()
 
     @property
     def devices(self) -> set[Any]:
@@ -316,13 +324,15 @@ class Staged:
             dispatch.check_arg(leaf)
         types = [pjit.convert_to_metaty(leaf) for leaf in self._leaves]
         try:
-            self.lowered = pjit._resolve_and_lower(
-                types,
-                **self._params,
-                lowering_platforms=None,
-                lowering_parameters=mlir.LoweringParameters(),
-                pgle_profiler=None,
-            )
+            with Undoing() as undoing, undoing:
+                reuse_contexts(undoing)
+                self.lowered = pjit._resolve_and_lower(
+                    types,
+                    **self._params,
+                    lowering_platforms=None,
+                    lowering_parameters=mlir.LoweringParameters(),
+                    pgle_profiler=None,
+                )
         except stages.DeviceAssignmentMismatchError as error:
             fun = self._given[1]
             name = getattr(fun, "__qualname__", getattr(fun, "__name__", str(fun)))
@@ -330,13 +340,40 @@ class Staged:
             about = (name, error.args[0], types, "jit", names)
             raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
 
-    def compile(self) -> Runnable:
-        """Compiles what was lowered."""
-        compiled = self.lowered.compile()
+    def compile(self, obtain: Callable[[Compilation], Any] | None = None) -> Runnable:
+        """Makes a program of what was lowered, with the executable that `obtain` gives.
+
+        `obtain` is not called where JAX has compiled this very lowering before in this process, and
+        for programs that call back into Python.
+        """
+        with Undoing() as undoing, undoing:
+            if obtain is not None and CAN_STORE:
+                compile_through(undoing, obtain)
+            compiled = self.lowered.compile()
         if not PRIVATE_API:
             return Runnable(compiled, self.out_tree)
         const_args = compiled.shard_const_args(self.lowered.const_args)
         return Runnable(compiled, self.out_tree, const_args, self.jaxpr.effects)
+
+
+def digest_of(staged: Staged) -> str:
+    """The digest of what XLA would be given for what was lowered; compiles nothing.
+
+    Empty where `Staged.compile` would not call its `obtain`.
+    """
+    found: list[str] = []
+
+    def note(compilation: Compilation) -> None:
+        found.append(compilation.digest)
+        raise _DigestKnown
+
+    with contextlib.suppress(_DigestKnown):
+        staged.compile(note)
+    return found[0] if found else ""
+
+
+class _DigestKnown(Exception):
+    """The digest of what XLA would be given is known, and that is all that was wanted."""
 
 
 def forget_traces(jitted: Any, fun: Callable) -> None:

@@ -1,8 +1,9 @@
-"""Builds programs: traces, lowers and compiles, and times each stage.
+"""Builds programs: trace, lower, digest, take or compile.
 
-Tracing, lowering and compiling are JAX's, through its public stages. What is added here is what a
-step promises on top of `jax.jit`: the carry is checked and donated, and in a session with a mesh
-it leaves the program placed as it entered, so that the next call finds the same program.
+Tracing, lowering and compiling are JAX's. A program always comes from this process's own lowering;
+the one thing that is taken from elsewhere is XLA's executable, of the very same module. What is
+added on top of `jax.jit` is what a step promises: the carry is checked and donated, and in a
+session with a mesh it leaves the program placed as it entered.
 """
 
 from __future__ import annotations
@@ -10,39 +11,40 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
+from stepcache._process_hooks import rare_collections
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
 from stepcache.calls.nnx_modules import checking_modules, passes_modules
 from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
+from stepcache.programs.store import ProgramStore
+from stepcache.programs.worker import tracing
+from stepcache.storage.building import Building
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled executable and what is needed to call it."""
+    """An executable and what is needed to call it, of this process's own lowering."""
 
     key: Key
     run: jaxcompat.Runnable
     captured: tuple[Captured, ...]  # The arrays in it by closure, the largest first.
-    seconds: dict[str, float]  # What each stage took, in the process that went through it.
-    level: int = 3  # 1 if it was loaded without a trace, 2 if traced but not compiled, 3 if built.
-    traces: int = 0  # How often the step was traced for it; twice where a library changed.
-    # What its code depended on when it was traced, and what the trace used; if that was asked for.
-    dependencies: dict[str, str] | None = None
-    used: Any = None
-    lowered: str = ""  # Digest of the input of XLA; empty where it was not computed.
+    seconds: dict[str, float]  # What each stage took.
+    # Where the executable was: "memory", "preloaded", "disk", "remote" or "rank N"; "compiled".
+    source: str = "compiled"
+    # Digest of what XLA was given; empty where only this process can have the program.
+    digest: str = ""
     # Of calls with the carry that it returns, if only weak types tell these from calls of `key`.
     settled_key: Key | None = None
 
@@ -63,7 +65,6 @@ class Stopwatch:
 
     entered: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)  # Of each, without those within it.
-    times: Counter[str] = field(default_factory=Counter)  # How often each was entered.
     current: str = ""  # The one entered last.
     _within: list[str] = field(default_factory=list)
     _timed: float = 0.0
@@ -73,7 +74,6 @@ class Stopwatch:
         self.current = name
         self._within.append(name)
         self.entered(name)
-        self.times[name] += 1
         started, timed = time.perf_counter(), self._timed
         try:
             yield
@@ -90,6 +90,112 @@ class Stopwatch:
 
 class NotHoldable(Exception):
     """The program depends on captured objects, so that only `jax.jit` can run it."""
+
+
+class Ranks(Protocol):
+    """The other processes of a pod, while all of them build one program."""
+
+    def agree(self, staged: jaxcompat.Staged) -> None:
+        """Compares what all have lowered. Raises `AgreementError` if they differ."""
+
+    def obtain(
+        self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
+    ) -> tuple[Any, str]:
+        """The executable, and where it was: one process has or compiles it, the others load it."""
+
+    def conclude(self) -> None:
+        """Waits until all have the program. Raises `AgreementError` if one has not."""
+
+
+@dataclass(slots=True)
+class Built:
+    """A program that was just built, and what its publication needs."""
+
+    program: Program
+    staged: jaxcompat.Staged
+    building: Building | None = None  # The lock under which it was compiled.
+    data: bytes = b""  # The executable, where it was serialized here or on another rank.
+
+
+def build(
+    spec: StepSpec,
+    request: Request,
+    stopwatch: Stopwatch,
+    held: Callable[[jaxcompat.Compilation], Any],
+    store: ProgramStore | None,
+    before_compiling: Callable[[jaxcompat.Staged, str], None],
+    ranks: Ranks | None = None,
+) -> Built:
+    """Builds the program of a call.
+
+    Args:
+        spec: the step.
+        request: the call.
+        stopwatch: times the stages.
+        held: the executable of a module that this process holds already, as of the same step made
+            anew; or None.
+        store: the executables outside this process; None where there are none.
+        before_compiling: called with the trace and the digest when XLA has to compile; it may
+            raise.
+        ranks: the other processes of a pod.
+
+    Raises:
+        NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
+        CarryError: see `trace`.
+        AgreementError: another process lowers another program.
+    """
+    stage = stopwatch.stage
+    source, digest, building = "compiled", "", None
+
+    def take_or_compile(compilation: jaxcompat.Compilation) -> Any:
+        """The executable of the module: held here, stored, of another rank, or compiled."""
+        nonlocal source, digest, building
+        digest = compilation.digest
+        if ranks is not None:
+            executable, source = ranks.obtain(compilation, lambda: before_compiling(staged, digest))
+            return executable
+        if (executable := held(compilation)) is not None:
+            source = "memory"
+            return executable
+        found = store.find(compilation, stage) if store is not None else None
+        if found is None and store is not None:
+            # One of the processes that need it compiles it; the others wait, and load it.
+            found = store.lock_or_find(compilation, stage)
+            if isinstance(found, Building):
+                building, found = found, None
+        if found is not None:
+            executable, source = found
+            return executable
+        before_compiling(staged, digest)
+        with stage("compile"):
+            return compilation.compile()
+
+    try:
+        with Undoing() as undoing, undoing:
+            undoing.hold(jaxcompat.tracing_context(request.mesh))
+            with tracing.now(), Undoing() as while_tracing, while_tracing:
+                while_tracing.use(rare_collections)
+                with stage("trace"):
+                    staged = trace(spec, request)
+                if not staged.can_be_held():
+                    raise NotHoldable
+                with stage("lower"):
+                    staged.lower()
+            if ranks is not None:
+                with stage("agree"):
+                    ranks.agree(staged)
+            with stage("load"):
+                run = staged.compile(take_or_compile)
+            if ranks is not None:
+                with stage("agree"):
+                    ranks.conclude()
+    except BaseException:
+        if building is not None and store is not None:
+            store.release(building)
+        raise
+    captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
+    program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
+    return Built(program, staged, building)
 
 
 def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
@@ -132,55 +238,6 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
         if request.mesh is not None and not spec.places_outputs:
             staged.pin_outputs(pins)
     return staged
-
-
-def build(
-    spec: StepSpec,
-    request: Request,
-    stopwatch: Stopwatch,
-    watch: Callable[[Undoing], None] = lambda undoing: None,
-    compile_through: Callable[[Undoing, jaxcompat.Staged], None] = lambda undoing, staged: None,
-    is_traced_alone: Callable[[jaxcompat.Staged], bool] = lambda staged: False,
-) -> tuple[Program, jaxcompat.Staged]:
-    """Builds the program of a call.
-
-    Args:
-        spec: the step.
-        request: the call.
-        stopwatch: times the stages.
-        watch: called before the user's function is traced; what it changes is undone when that is
-            traced and lowered.
-        compile_through: given the trace before XLA compiles; what it changes is undone after it.
-        is_traced_alone: given the trace, whether what `watch` has changed is undone before it is
-            lowered.
-
-    Returns:
-        The program, and the trace that it was made from.
-
-    Raises:
-        NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
-        CarryError: see `trace`.
-    """
-    with Undoing() as undoing, undoing:
-        undoing.hold(jaxcompat.tracing_context(request.mesh))
-        with Undoing() as watching, watching:
-            with stopwatch.stage("trace"):
-                watch(watching)
-                staged = trace(spec, request)
-            if not staged.can_be_held():
-                raise NotHoldable
-            if is_traced_alone(staged):
-                watching.close()
-            with stopwatch.stage("lower"):
-                staged.lower()
-        with stopwatch.stage("compile"), Undoing() as compiling, compiling:
-            compile_through(compiling, staged)
-            run = staged.compile()
-    captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
-    program = Program(
-        request.key, run, captured, stopwatch.seconds, traces=stopwatch.times["trace"]
-    )
-    return program, staged
 
 
 _LARGE_CAPTURE_BYTES = 1 << 20

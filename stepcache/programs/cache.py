@@ -16,22 +16,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import OptionError
-from stepcache.programs.archive import Archive
 from stepcache.programs.build import Program
 from stepcache.programs.memory import Held, MemoryPrograms
 from stepcache.programs.opening import (
     DEFAULT_DISK_BYTES,
     USER_DIRECTORY,
-    VERIFY,
     asked_place,
     open_for,
 )
+from stepcache.programs.store import ProgramStore
 from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
@@ -89,34 +88,24 @@ class ProgramCache:
             the optimized HLO if the platform does not report that (CPU).
         max_memory_programs: limit of the number of programs in memory.
         min_build_seconds: programs that were built in less time are not stored on disk.
-        verify: how a program that was loaded without a trace is verified. "background" traces the
-            step in a thread, after some ten steps; if the trace gives another program, the next
-            call raises `StaleProgramError`. After one start has verified an entry, only the 2nd,
-            4th, 8th … start does so again; if a process ends before, the next start verifies.
-            Not so a step whose trace changes for a while what other threads see, as a flag in a
-            module.
-            "before" traces the step before the first use, which saves only the compilation. "off"
-            trusts the fingerprint. By default `STEPCACHE_VERIFY`, or "background".
-        check_every: check at every n-th call whether a dependency of the step (globals, captured
-            values, code) has changed since the trace. If so, the step is traced again, and another
-            lowered program raises `StaleProgramError`. Each call then goes through Python. None
-            never checks.
         remote: a cache that many machines share: "s3://BUCKET/PREFIX", "gs://BUCKET/PREFIX" or
             "file:///DIRECTORY". Programs that the directory lacks are loaded from there, and new
             programs are written there in the background. By default `STEPCACHE_REMOTE`; "off" uses
             none. docs/shared-cache.md describes its key and its cost.
 
     Raises:
-        OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, an
-            unknown `verify`, or a malformed `remote`.
+        OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, a
+            malformed `remote`, or an option that is gone.
         CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
             key that can be trusted.
 
     A cache may serve any number of sessions, threads and processes. A process builds the program of
-    a key once: other callers wait for that build, and try again if it fails. A step's programs are
-    dropped from memory when its function is freed.
+    a key once: other callers wait for that build, and try again if it fails. So do processes that
+    need the same program at once, over one directory. A step's programs are dropped from memory
+    when its function is freed.
 
-    To look programs up by the dependencies of their trace is the idea of ccache's direct mode.
+    A stored executable runs only after this process has traced and lowered the step to the very
+    module that it was compiled from, as with JAX's persistent cache.
     """
 
     def __init__(
@@ -126,14 +115,21 @@ class ProgramCache:
         max_bytes: int | None = None,
         max_memory_programs: int = 4096,
         min_build_seconds: float = 0.0,
-        verify: Literal["background", "before", "off"] | None = None,
-        check_every: int | None = None,
         remote: str | None = None,
+        **gone: Any,
     ):
+        for name in gone:
+            if name not in ("verify", "check_every"):
+                raise OptionError(f"ProgramCache has no option {name!r}", where="ProgramCache")
+            raise OptionError(
+                f"{name} is gone: every program is traced before it runs, so that there is nothing "
+                "to verify",
+                where="ProgramCache",
+                hint=f"leave out {name}",
+            )
         for name, bound in (
             ("max_bytes", max_bytes),
             ("max_memory_programs", max_memory_programs),
-            ("check_every", check_every),
         ):
             if bound is not None and not (isinstance(bound, Real) and bound >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
@@ -141,45 +137,42 @@ class ProgramCache:
         if not isinstance(min_build_seconds, Real):
             what, got = "min_build_seconds is a number", repr(min_build_seconds)
             raise OptionError(what, where="ProgramCache", got=got)
-        if verify is not None and verify not in VERIFY:
-            expected, got = f"one of {', '.join(map(repr, VERIFY))}", repr(verify)
-            raise OptionError("unknown verify", where="ProgramCache", expected=expected, got=got)
         self.number = next(_numbers)
-        self.check_every = check_every
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(max_memory_programs, max_bytes)
         self._lock = threading.Lock()
+        # The programs in memory by their module and devices, for steps that are made anew.
+        self._by_module: weakref.WeakValueDictionary[tuple, Program] = weakref.WeakValueDictionary()
         self._building: dict[Key, tuple[threading.Lock, int]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
         self._cleared_with_jax = jaxcompat.call_on_clear_caches(self.clear)
         self._opening = threading.Lock()
-        self._archive: Archive | None = None
+        self._store: ProgramStore | None = None
         self._is_open = False
         self._open = functools.partial(
             open_for,
             directory,
             max_bytes or DEFAULT_DISK_BYTES,
-            verify,
             min_build_seconds,
             asked_place(remote, directory),
         )
         if directory is not USER_DIRECTORY:
-            self.archive()
+            self.store()
 
-    def archive(self) -> Archive | None:
-        """The programs on disk, opened at the first use; None where there are to be none."""
+    def store(self) -> ProgramStore | None:
+        """The programs outside this process, opened at the first use; None where there are to be none."""
         if not self._is_open:
             with self._opening:
                 if not self._is_open:
-                    self._archive = self._open()
+                    self._store = self._open()
                     self._is_open = True
-        return self._archive
+        return self._store
 
     def flush(self) -> None:
         """Waits until all programs built so far are on disk, as the end of the process does."""
-        if self._archive is not None:
-            self._archive.flush()
+        if self._store is not None:
+            self._store.flush()
 
     def get(self, key: Key, owner: Owner) -> Program | None:
         """The program of `key`, if it is there."""
@@ -227,6 +220,8 @@ class ProgramCache:
             program = build()
             with self._lock:
                 self._builds += 1
+                if program.digest:
+                    self._by_module[program.digest, program.run.device_order] = program
                 made = {key: program}
                 settled = program.settled_key
                 if settled is not None and self._memory.peek(settled) is None:
@@ -246,6 +241,15 @@ class ProgramCache:
             for each in _owners(held):
                 each.show_use()
         return program, True
+
+    def executable(self, compilation: jaxcompat.Compilation) -> Any:
+        """The executable of a module, of a program in memory; None where there is none."""
+        program = self._by_module.get((compilation.digest, compilation.devices))
+        return program.run.xla_executable if program is not None else None
+
+    def holds_module(self, digest: str) -> bool:
+        """Whether a program of a module is in memory."""
+        return any(known == digest for known, _ in list(self._by_module))
 
     def drop(self, key: Key) -> None:
         """Drops one program, without notifying its owners."""

@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stepcache.calls.key import Key, diff_settings
@@ -33,14 +33,14 @@ class MissLog:
     """The builds of one step, and their cost."""
 
     def __init__(self, step: str, making: Making, pads: Sequence[Pad]):
-        self._step, self._making, self._pads = step, making, pads
+        self._step, self.making, self._pads = step, making, pads
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[Signature, tuple[Path, ...]]] = OrderedDict()
         self._gone: dict[Key, str] = {}
         self._values: dict[tuple[str, str, object], set] = {}
         self._counts: dict[str, Any] = defaultdict(int)  # Named as in `StepStats`.
         self._measuring: set[int] = set()  # Threads.
-        self.last_miss: Miss | None = None  # Of the latest build.
+        self._last_miss: Callable[[], Miss | None] = lambda: None  # Of the latest build.
         self.warned_of_batch = False  # Whether the user has been advised to name the batch.
 
     def why(self, request: Request) -> Miss:
@@ -63,7 +63,7 @@ class MissLog:
             reason = self._gone.get(key, "new session")
             number = self._counts["misses"] + 1
         if not known:
-            advice = _advise_on_making(self._making)
+            advice = _advise_on_making(self.making)
             return Miss(self._step, number, "first call", advice=advice)
         if any(other == key for other, _ in known):
             return Miss(self._step, number, reason)
@@ -77,12 +77,17 @@ class MissLog:
         changes = (*diff_settings(before, key), *in_call)
         return Miss(self._step, number, "changed", changes, self._advice(changes), omitted)
 
-    def add(self, request: Request, miss: Miss) -> None:
-        """Remembers a build, and the miss that led to it."""
+    @property
+    def last_miss(self) -> Miss | None:
+        """The miss that led to the latest build, compared with earlier runs."""
+        return self._last_miss()
+
+    def add(self, request: Request, miss: Miss, final: Callable[[], Miss]) -> None:
+        """Remembers a build, and the miss that led to it; `final` gives it when it is asked for."""
         key, shown = request.key, request.shown
         with self._lock:
             if threading.get_ident() not in self._measuring:
-                self.last_miss = miss
+                self._last_miss = final
             try:
                 self._known[key] = (shown.signature, shown.paths)
                 self._known.move_to_end(key)
@@ -184,7 +189,7 @@ def _advise_on_making(making: Making) -> tuple[str, ...]:
         return ()
     return (
         f"this is step {making.count} made from the function at {making.place} in this process, "
-        "and each was traced and compiled, unless its program was on disk. If a loop makes them, "
+        "and each is traced, and compiled unless its module is the same. If a loop makes them, "
         "make one step before the loop, and pass what varies as an argument",
     )
 

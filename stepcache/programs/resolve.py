@@ -1,19 +1,21 @@
-"""`Resolver`: resolves a miss: from disk, from other processes of the pod, or by a build.
+"""`Resolver`: resolves a miss by a build, and records it.
 
 The `Miss` is completed here, and given to the miss log, the run log and listeners. What is left to
-do after the program's first run, to store it or to verify it, is done in the background.
+do, to store the program and to say how an earlier run differs, is done in the background.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepcache._changes import Undoing
+from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.global_arguments import compare_call_values
@@ -31,43 +33,53 @@ from stepcache.events import (
     StageStarted,
     recorder,
 )
-from stepcache.fingerprint.shared_state import ALONE
-from stepcache.jaxcompat import storing
-from stepcache.programs import remaking
-from stepcache.programs.archive import Archive
-from stepcache.programs.background import LATER, SOON, WHEN_QUIET, until_ready
-from stepcache.programs.build import Program, Stopwatch
-from stepcache.programs.builds import builds
-from stepcache.programs.levels import Levels
-from stepcache.programs.lookup import LookupResult
+from stepcache.programs.build import Built as BuiltHere
+from stepcache.programs.build import Program, Stopwatch, build
+from stepcache.programs.captured_numbers import advice_on_remaking
+from stepcache.programs.earlier_runs import (
+    Described,
+    compared_with_earlier_run,
+    describe,
+    prediction_of,
+)
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.preload import named
-from stepcache.programs.resolution import MissedCall, Resolution
-from stepcache.programs.verification import Checks
+from stepcache.programs.store import ProgramStore, Publication
+from stepcache.programs.worker import LATER, until_ready
 from stepcache.units import readable_bytes
-
-if TYPE_CHECKING:  # Few processes have a shared cache.
-    from stepcache.storage.run_log import Row
-    from stepcache.storage.shared_entries import SharedEntries
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
-_OF_CALL = ("argument", "tree", "static", "options", "mesh")
-_EVENTS = {1: "loaded", 2: "relinked", 3: "built"}
-_REMEDIES = {
-    1: "loaded from disk, without a trace",
-    2: "traced, and loaded from disk without compiling it",
-    3: "built",
+_SOURCES = {
+    "compiled": "compiled",
+    "memory": "traced, and runs the executable that this process has of the same module",
+    "preloaded": "preloaded from disk",
+    "disk": "loaded from disk",
+    "remote": "loaded from the shared cache",
 }
+
+
+class _Once:
+    """Calls a function when its result is first asked for, by whichever thread."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make: Callable[[], Any] | None = make
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._make is not None:
+                self._made, self._make = self._make(), None
+            return self._made
 
 
 class Resolver:
     """Resolves the misses of one step."""
 
-    def __init__(self, spec: StepSpec, levels: Levels, checks: Checks, miss_log: MissLog):
-        self._spec, self._levels, self._checks, self._miss_log = spec, levels, checks, miss_log
-        self._unsettled: dict[Key, tuple[Archive, Resolution, Miss]] = {}
+    def __init__(self, spec: StepSpec, miss_log: MissLog):
+        self._spec, self._miss_log = spec, miss_log
+        self._unsettled: dict[Key, _Settling] = {}
         self._not_compared: set[Key] = set()
 
     def resolve(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
@@ -80,121 +92,122 @@ class Resolver:
             explicit: the user asked for the program, so that the miss causes no warning.
 
         Raises:
-            RecompileError: it would have to be built, and that is forbidden.
+            RecompileError: it would have to be compiled, and that is forbidden.
             NotHoldable: only `jax.jit` can run it.
         """
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        miss, store = self._miss_log.why(request), scope.cache.store()
+        warn_of_carried_module(self._spec, request.call)
+        described = _Once(functools.partial(describe, self._spec, _without_arrays(request)))
+
+        def explained(staged: jaxcompat.Staged, digest: str) -> Miss:
+            """The miss, with what differs from the program that an earlier run compiled."""
+            if store is None:
+                return miss
+            module = functools.partial(_module_text, staged)
+            try:
+                return compared_with_earlier_run(miss, store, described(), digest, module)
+            except Exception:
+                _log.exception("%s is not compared with earlier runs", name)
+                return miss
+
+        def before_compiling(staged: jaxcompat.Staged, digest: str) -> None:
+            if not explicit:
+                self.judge(scope, miss, lambda: explained(staged, digest))
+
+        peers = scope.together(request.ranks)
         try:
-            program = self._resolved(build_id, stopwatch, scope, request, started, explicit)
+            if peers is None:
+                held = scope.cache.executable
+                built = build(
+                    self._spec, request, stopwatch, held, store, before_compiling
+                )
+            else:
+                from stepcache.programs.pods.shared_build import build_together
+
+                built, compared = build_together(
+                    self._spec, request, stopwatch, scope.cache, before_compiling, peers,
+                    described(), miss.in_a_line,
+                )
+                if not compared:
+                    self._not_compared.add(request.key)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
+        program, advice = built.program, ()
+        call_seconds = time.perf_counter() - started
+        own_seconds = call_seconds - sum(stopwatch.seconds.values())
+        program, settled = self._settled(request, program)
+        if miss.number == 1 and self._miss_log.making.place:
+            advice = (advice_on_remaking(self._miss_log.making.place, self._spec.fun),)
+        remote = store.remote if store is not None else None
+        remote_bytes = remote.taken(program.digest) if remote and program.source == "remote" else None
+        complete = functools.partial(
+            _completed, program=program, advice=(*advice, settled), remote_bytes=remote_bytes,
+            called_time=time.time() - call_seconds, why_not=_why_not_stored(program),
+        )
+        if program.source == "compiled":
+            final = _Once(lambda: complete(explained(built.staged, program.digest)))
+        else:
+            final = _Once(lambda: complete(miss))
+        if store is not None:
+            self._unsettled[request.key] = _Settling(
+                self._spec, store, built, described, final, own_seconds
+            )
+        self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
         return program
 
-    def _resolved(
-        self,
-        build_id: int,
-        stopwatch: Stopwatch,
-        scope: Scope,
-        request: Request,
-        started: float,
-        explicit: bool,
-    ) -> Program:
-        """See `resolve`; what is raised is no event yet."""
-        miss = self._miss_log.why(request)
-        warn_of_carried_module(self._spec, request.call)
-
-        def before_trace(result: LookupResult) -> None:
-            if not explicit:
-                self.judge(scope, compared(miss, result))
-
-        archive, watch = scope.cache.archive(), scope.cache.check_every is not None
-        call = MissedCall(request, archive, stopwatch, before_trace, watch)
-        peers = scope.together(request.ranks)
-        with Undoing() as undoing, undoing:
-            builds.in_python(undoing)
-            if peers is None:
-                resolution = self._levels.resolve(call)
-            else:
-                from stepcache.programs.pods.shared_compile import resolve_together
-
-                reason = miss.in_a_line
-                resolution = resolve_together(self._levels, self._spec, call, peers, reason)
-        call_seconds = time.perf_counter() - started
-        own_seconds = call_seconds - sum(stopwatch.seconds.values())
-        miss = dataclasses.replace(miss, called_time=time.time() - call_seconds)
-        self._checks.compare(scope.cache, request, resolution)
-        if not resolution.has_compared:
-            self._not_compared.add(request.key)
-        if resolution.program.level > 1:
-            miss = compared(miss, resolution.result)
-        resolution, settled = self._settled(request, resolution)
-        remade = remaking.advice(self._levels.remade or ()) if miss.number == 1 else ""
-        remote = archive.remote if archive is not None else None
-        remote_bytes, refused = _from_remote(remote, resolution)
-        miss_known = _completed(miss, resolution, remade, settled, *refused)
-        if remote is not None and remote_bytes is not None:
-            place = f"from {remote.url} ({readable_bytes(remote_bytes)})"
-            remedy = miss_known.remedy.replace("from disk", place)
-            miss_known = dataclasses.replace(miss_known, remedy=remedy)
-        if archive is not None and resolution.address is not None:
-            self._unsettled[request.key] = (archive, resolution, miss_known)
-        self._record(build_id, request, resolution, miss_known, own_seconds, remote_bytes)
-        return resolution.program
-
-    def _settled(self, request: Request, resolution: Resolution) -> tuple[Resolution, str]:
+    def _settled(self, request: Request, program: Program) -> tuple[Program, str]:
         """Has a program serve the calls with the carry that it returns, too; and says so."""
-        out_avals = resolution.program.run.out_avals
-        numbers = settled_leaves(self._spec, request, out_avals)
+        numbers = settled_leaves(self._spec, request, program.run.out_avals)
         if not numbers:
-            return resolution, ""
-        key = request.settled(numbers).key
-        program = dataclasses.replace(resolution.program, settled_key=key)
+            return program, ""
+        program = dataclasses.replace(program, settled_key=request.settled(numbers).key)
         shown = request.shown.paths
         paths = shown if len(shown) == len(request.leaves) else request.call.paths
         named = [f"{paths[n].text} ({request.leaves[n]})" for n in numbers[:3]]
         more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-        said = (
+        return program, (
             f"{', '.join(named)}{more}: weakly typed in this call, like a Python number, and "
             "not when returned: one program serves both"
         )
-        return dataclasses.replace(resolution, program=program), said
 
     def _record(
         self,
         build_id: int,
         request: Request,
-        resolution: Resolution,
+        program: Program,
         miss: Miss,
+        final: Callable[[], Miss],
         own_seconds: float,
         remote_bytes: int | None,
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
         Args:
-            build_id, request, resolution: of the miss.
-            miss: completed.
+            build_id, request, program: of the miss.
+            miss: completed, but not compared with earlier runs.
+            final: gives it compared.
             own_seconds: what the call took apart from the stages.
             remote_bytes: size of the executable, if it came from the shared cache.
         """
-        name, program = self._spec.name, resolution.program
-        seconds, traces = program.seconds, program.traces
-        traced, built = program.level > 1, program.level > 2
-        self._miss_log.add(request, miss)
-        counts = {"traces": traces, "lowers": traces, "compiles": built, "loads": not built}
+        name, seconds = self._spec.name, program.seconds
+        is_compiled = program.source == "compiled"
+        self._miss_log.add(request, miss, final)
+        counts = {"traces": 1, "lowers": 1, "compiles": is_compiled, "loads": not is_compiled}
         times = {f"{stage}_seconds": value for stage, value in seconds.items()}
         if remote_bytes is not None:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
         self._miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
-        if built:
-            stages = (seconds["trace"], seconds["lower"], seconds["compile"])
+        if is_compiled:
+            stages = (seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))
             recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
         else:
-            stages = dict(seconds)
-            recorder.emit(Loaded(name, build_id, miss, traced, stages, own_seconds, remote_bytes))
+            source, stages = program.source, dict(seconds)
+            recorder.emit(Loaded(name, build_id, miss, source, stages, own_seconds, remote_bytes))
 
     def compare_values(self, scope: Scope, request: Request) -> None:
         """Compares the host values of a pod's processes, if no call with values has done so yet.
@@ -212,139 +225,136 @@ class Resolver:
         self, request: Request, miss: Miss, seconds: dict[str, float], own_seconds: float
     ) -> None:
         """Records a program that other processes run, and that this one traced."""
-        program = Program(request.key, None, (), seconds, traces=1)  # type: ignore[arg-type]
-        resolution = Resolution(program, LookupResult())
-        miss = _completed(miss, resolution)
-        self._record(next(_build_ids), request, resolution, miss, own_seconds, None)
+        program = Program(request.key, None, (), seconds)  # type: ignore[arg-type]
+        miss = _completed(miss, program)
+        self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
 
-    def judge(self, scope: Scope, miss: Miss) -> None:
-        """Raises or warns of a miss, as the session says.
+    def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
+        """Raises or warns of a program that has to be compiled, as the session says.
 
         Raises:
-            RecompileError: it says that nothing may be built.
+            RecompileError: it says that nothing may be compiled.
         """
-        if recompiles_forbidden.get() or scope.on_miss == "error":
-            where = "no_recompile()" if recompiles_forbidden.get() else 'on_miss="error"'
+        is_forbidden = recompiles_forbidden.get()
+        if is_forbidden or scope.on_miss == "error":
+            where = "no_recompile()" if is_forbidden else 'on_miss="error"'
+            miss = explained() if explained is not None else miss
             raise RecompileError(
-                f"{where} forbids the program that this call needs\n{miss}",
+                f"{where} forbids to compile the program that this call needs\n{miss}",
                 miss,
                 hint="call step.warm(...) beforehand for each signature that the loop uses",
             )
         if scope.on_miss == "warn" and miss.number > 1:
-            warn(str(miss), RecompileWarning)
+            warn(str(explained() if explained is not None else miss), RecompileWarning)
 
-    def settle(
-        self, scope: Scope, request: Request, outputs: Any = None, started: float = 0.0
-    ) -> None:
-        """Has a new program stored or verified in the background, after its first run."""
-        if not self._unsettled:
-            return
-        unsettled = self._unsettled.pop(request.key, None)
-        if unsettled is None:
-            return
-        archive, resolution, _ = unsettled
-        try:
-            settling = _Settling(self._spec.name, *unsettled, until_ready(outputs, started))
-            record = resolution.result.record
-            alone = record is not None and ALONE in record.used.attributes
-            if resolution.program.level == 1 and archive.verify == "background" and not alone:
-                described = request.described()
-                verification = self._checks.verification
-                settling.verify = verification(scope.cache, described, archive, resolution)
-            archive.worker.submit(settling)
-        except Exception:  # The call has its outputs.
-            _log.exception("a program of %s is neither stored nor verified", self._spec.name)
+    def settle(self, request: Request, outputs: Any = None, started: float = 0.0) -> None:
+        """Has a new program stored in the background, after its first run, or where that failed."""
+        if self._unsettled and (settling := self._unsettled.pop(request.key, None)) is not None:
+            settling.look = until_ready(outputs, started)
+            settling.store.worker.submit(settling)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Settling:
-    """Logs how a program was obtained, and its first run; then stores or verifies it.
+    """Stores a program and logs its miss; then notes it for the next run, and times its first run.
 
-    That waits until no other step is being started, which it would slow down. A program that took
-    long to build is stored after its first run: XLA serializes it without Python's lock.
+    Called by the store's worker until it returns something else than `LATER`.
     """
 
-    name: str
-    archive: Archive
-    resolution: Resolution
-    miss: Miss
-    look: Callable[[], Any]  # From `until_ready`.
-    seconds: Any = LATER  # What the first run took, as `look` says.
-    verify: Callable[[float], None] | None = None  # From a time on; None for what was traced.
+    spec: StepSpec
+    store: ProgramStore
+    built: BuiltHere
+    described: Callable[[], Described]
+    miss: Callable[[], Miss]
+    own_seconds: float
+    look: Callable[[], Any] = lambda: None  # From `until_ready`.
+    is_stored: bool = False
 
     def __call__(self) -> Any:
-        archive, resolution = self.archive, self.resolution
-        assert resolution.address is not None
-        if self.seconds is LATER:
-            self.seconds = self.look()
-            if self.seconds is LATER:
-                return LATER
-            if resolution.publication is None:
-                return WHEN_QUIET
-            if sum(resolution.program.seconds.values()) < _LONG_SECONDS:
-                return SOON
-        seconds = self.seconds
-        why_not = ""
-        if resolution.publication is not None:
-            why_not = archive.publish(resolution.publication)
-        rows = _rows(archive, self.name, resolution, self.miss, why_not)
+        store, program, name = self.store, self.built.program, self.spec.name
+        described = self.described()
+        if not self.is_stored:
+            self.is_stored = True
+            why_not = _why_not_stored(program)
+            if (program.source == "compiled" or self.built.data) and not why_not:
+                why_not = store.publish(
+                    Publication(
+                        program.digest,
+                        described.label,
+                        program.run.xla_executable,
+                        functools.partial(_module_text, self.built.staged),
+                        program.seconds,
+                        program.captured,
+                        self.built.building,
+                        self.built.data,
+                    )
+                )
+            miss = self.miss()  # Before the prediction that it compares with is replaced.
+            if not why_not:
+                now = time.time()
+                store.preloader.drop(described.label, described.signature)
+                prediction = prediction_of(self.spec, described, program, now)
+                store.note_use(prediction, described.environment)
+            event = "compiled" if program.source == "compiled" else "loaded"
+            store.log(
+                store.row(
+                    event,
+                    name,
+                    described.label,
+                    source=program.source,
+                    program="" if why_not else program.digest,
+                    seconds={stage: round(took, 4) for stage, took in program.seconds.items()},
+                    reason=miss.headline,
+                    changes=_plain((*miss.changes, *miss.stored)),
+                    not_stored=why_not,
+                    number=miss.number,
+                    called_time=round(miss.called_time, 4),
+                    advice=list(miss.advice),
+                )
+            )
+        seconds = self.look()
+        if seconds is LATER:
+            return None if store.worker.is_flushing else LATER
         if seconds is not None:
-            label, took = resolution.address.label, {"execute": seconds}
-            rows.append(archive.row("executed", self.name, label, seconds=took))
-        archive.note(*rows)
-        archive.keep_contents()
-        record = resolution.result.record
-        if self.verify is None or record is None:
-            return None
-        if archive.note_start(resolution.address, record):
-            wait = min(max(_FIRST_STEPS * (seconds or 0.0), _QUIET_SECONDS), _LONGEST_WAIT)
-            self.verify(time.perf_counter() + wait)
+            store.log(store.row("executed", name, described.label, seconds={"execute": seconds}))
         return None
 
 
-_LONG_SECONDS = 1.0
-# Verification begins when about ten steps have run.
-_FIRST_STEPS, _QUIET_SECONDS, _LONGEST_WAIT = 10, 0.5, 20.0
+def _without_arrays(request: Request) -> Request:
+    """A request for `describe`, which needs paths and types, and no values."""
+    call = dataclasses.replace(request.call, leaves=[], args=(), kwargs={}, given=((), {}))
+    vars(call)["paths"] = request.call.paths
+    return dataclasses.replace(request, call=call)
 
 
-def compared(miss: Miss, result: LookupResult) -> Miss:
-    """A miss in memory, with what the archive knows about it."""
-    if result.untrackable:
-        miss = dataclasses.replace(miss, untrackable=result.untrackable)
-    if result.since is None:
-        return miss
-    if miss.reason != "first call":
-        said = {each.part for each in miss.changes}.intersection(_OF_CALL)
-        stored = tuple(each for each in result.changes if each.part not in said)
-        return dataclasses.replace(miss, stored=stored, since=result.since if stored else None)
-    return dataclasses.replace(miss, reason="other run", changes=result.changes, since=result.since)
+def _module_text(staged: jaxcompat.Staged) -> str:
+    return jaxcompat.module_text(staged.lowered, with_locations=True)
 
 
-def _from_remote(
-    remote: SharedEntries | None, resolution: Resolution
-) -> tuple[int | None, list[str]]:
-    """Size of an executable that the shared cache had, and what of it there was refused."""
-    if remote is None or resolution.giver is not None:
-        return None, []
-    program = resolution.program
-    names = {program.lowered, resolution.address.digest if resolution.address else ""}
-    refused = [each.reason for each in list(remote.refused) if each.digest in names]
-    said = [f"what {remote.url} has for it is not used: {why}" for why in dict.fromkeys(refused)]
-    return remote.taken(program.lowered) if program.level < 3 else None, said
+def _why_not_stored(program: Program) -> str:
+    why_not = jaxcompat.why_not_storable(program.run) if program.run is not None else ""
+    if not (why_not or program.digest):
+        return "JAX had compiled it before in this process"
+    return why_not
 
 
-def _completed(miss: Miss, resolution: Resolution, *more_advice: str) -> Miss:
+def _completed(
+    miss: Miss,
+    program: Program,
+    advice: Sequence[str] = (),
+    remote_bytes: int | None = None,
+    called_time: float = 0.0,
+    why_not: str = "",
+) -> Miss:
     """A miss with how it was resolved."""
-    program = resolution.program
-    remedy = _REMEDIES[program.level]
-    if resolution.giver is not None:
-        remedy = f"loaded from rank {resolution.giver}, without a trace"
-    if program.level < 3:
-        remedy += f", in {sum(program.seconds.values()):.2f} s"
-    advice = (*miss.advice, *map(_advise_on_capture, program.captured))
-    advice += tuple(filter(None, more_advice))
-    untrackable = resolution.untrackable or resolution.result.untrackable
-    return dataclasses.replace(miss, advice=advice, untrackable=untrackable, remedy=remedy)
+    remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
+    if program.source != "compiled":
+        size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
+        remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
+    said = (*miss.advice, *map(_advise_on_capture, program.captured), *filter(None, advice))
+    return dataclasses.replace(
+        miss, advice=said, not_stored=why_not, remedy=remedy, called_time=called_time
+    )
 
 
 def _advise_on_capture(captured: Captured) -> str:
@@ -356,35 +366,3 @@ def _advise_on_capture(captured: Captured) -> str:
 
 def _plain(changes: Sequence[Change]) -> list[list[str]]:
     return [[each.part, each.path, each.before, each.after] for each in changes]
-
-
-def _rows(
-    archive: Archive, name: str, resolution: Resolution, miss: Miss, why_not_stored: str
-) -> list[Row]:
-    """What the run log says of a program; of one that is stored, when that is decided."""
-    address, program = resolution.address, resolution.program
-    assert address is not None
-    devices = storing.program_devices(program.run) if resolution.digest else ()
-    platform, numbers = named(devices)
-    own = archive.row(
-        _EVENTS[program.level],
-        name,
-        address.label,
-        lookup=address.digest,
-        program=resolution.digest,
-        platform=platform,
-        devices=list(numbers),
-        seconds={stage: round(value, 4) for stage, value in program.seconds.items()},
-        reason=miss.headline,
-        changes=_plain(miss.changes),
-        untrackable=[*resolution.untrackable, *filter(None, [why_not_stored])],
-        number=miss.number,
-        called_time=round(miss.called_time, 4),
-        advice=list(miss.advice),
-        stored=_plain(miss.stored),
-    )
-    others = (
-        archive.row(_EVENTS[level], name, address.label, rank=rank, seconds=seconds)
-        for rank, (level, seconds) in resolution.others.items()
-    )
-    return [own, *others]

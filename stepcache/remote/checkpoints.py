@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from stepcache.errors import RankLostError, VariablesError, first_line
-from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_dtype
+from stepcache.jaxcompat.specs import decode_dtype, decode_spec, encode_dtype
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
 from stepcache.remote.variables import master_of, spec_of

@@ -24,7 +24,7 @@ from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import CarryError, OptionError, TaskError
-from stepcache.jaxcompat.call_codec import decode_spec, encode_dtype, encode_spec
+from stepcache.jaxcompat.specs import decode_spec, encode_dtype, encode_spec
 from stepcache.remote import checkpoints
 from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of

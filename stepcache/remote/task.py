@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 import stepcache
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
-from stepcache.jaxcompat.call_codec import decode_spec
+from stepcache.jaxcompat.specs import decode_spec
 from stepcache.remote.cancelling import Gate, listen
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array

@@ -7,7 +7,7 @@ from jax import export
 from jax.sharding import NamedSharding
 
 import stepcache
-from stepcache.jaxcompat.call_codec import decode_dtype, decode_spec, encode_spec
+from stepcache.jaxcompat.specs import decode_dtype, decode_spec, encode_spec
 from stepcache.remote.task_arrays import Failed
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stepcache import jaxcompat
 from stepcache.errors import TaskError, VariablesError
-from stepcache.jaxcompat.call_codec import encode_dtype, encode_spec
+from stepcache.jaxcompat.specs import encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray, fetch_refs
 from stepcache.remote.messages import Kind, Values, packed
 from stepcache.variables.describing import Parameters, blank, describe, named_leaves, placer_of

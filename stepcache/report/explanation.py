@@ -24,7 +24,6 @@ from stepcache.calls.signature import Call, Parameters, Unreadable, short_shardi
 from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
-from stepcache.programs.lookup import LookupResult
 from stepcache.units import counted, readable_bytes, shown_as_printed, terminal_width
 from stepcache.variables.plan import Plan
 
@@ -257,7 +256,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if request.key in engine._not_holdable:
         return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
-    miss, result = (None, LookupResult()) if program else engine.foresee(scope, request)
+    miss, result = (None, None) if program else engine.foresee(scope, request)
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -272,8 +271,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         _statics(request),
         _by_stage(program.seconds if program else None),
         program.captured if program else (),
-        stored=result.record is not None,
-        remote=result.remote,
+        stored=result is not None,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),

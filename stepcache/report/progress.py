@@ -49,7 +49,7 @@ class BuildProgress:
             case StageStarted():
                 self._enter_stage(event)
             case Built() | Loaded():
-                is_news = isinstance(event, Built) or event.traced
+                is_news = isinstance(event, Built)
                 _log.log(logging.INFO if is_news else logging.DEBUG, "%s", event.miss)
                 self._finish(event.build_id)
             case BuildFailed():

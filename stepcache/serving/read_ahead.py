@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.programs.background import Job, Worker
+from stepcache.programs.worker import Job, Worker
 from stepcache.serving.hosts import Hosts, Versions
 from stepcache.weak_objects import WeakObjects
 

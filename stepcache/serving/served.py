@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.programs.background import Job
+from stepcache.programs.worker import Job
 from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.optimizers import types_of

@@ -1,1 +1,0 @@
-"""What a step's code depends on, as named dependencies; and what a trace of it really used."""

@@ -1,0 +1,174 @@
+"""A call in names and texts that any process can compare, and what differs since an earlier run.
+
+It explains misses, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+
+from stepcache import jaxcompat
+from stepcache.calls.key import Key
+from stepcache.calls.layers import code_of, definition_of, step_label
+from stepcache.calls.origin import file_label, is_users_file
+from stepcache.calls.signature import Leaf, short_type, shorten
+from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.distributed.global_arrays import part_of, spans_processes
+from stepcache.events import Change, Miss
+from stepcache.programs.module_difference import difference
+from stepcache.programs.prediction import Prediction, file_digest
+from stepcache.programs.store import ProgramStore
+
+_PARTS = {"argument": "argument", "static": "static", "option": "options", "mesh": "mesh"}
+_PARTS |= {"config": "config", "environment": "environment", "package": "package"}
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Described:
+    """A call of a step, as any process can compare it."""
+
+    label: str  # The step, by its file and name.
+    call: dict[str, str]  # Arguments, static values, options and mesh, by name.
+    environment: dict[str, str]  # Settings, flags, versions and devices, by name.
+
+    @property
+    def signature(self) -> str:
+        """Digest of the call."""
+        return digest_of(self.call)
+
+
+def describe(spec: StepSpec, request: Request) -> Described:
+    """Describes a call. Holds on to none of its arrays."""
+    key, call = request.key, {}
+    for path, leaf in zip(request.call.paths, request.leaves, strict=True):
+        call[f"argument {path.text}"] = _leaf_text(leaf)
+    for static in key.signature.statics:
+        call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
+    for name, value in key.options:
+        if value not in (None, ()):
+            call[f"option {name}"] = _text(value)
+    call["mesh"] = _mesh_text(key)
+    environment = {f"config {name}": _text(value) for name, value in key.environment}
+    return Described(step_label(spec.fun), call, environment | jaxcompat.process_environment())
+
+
+def prediction_of(spec: StepSpec, described: Described, program: Any, now: float) -> Prediction:
+    """What the next run is to preload for a call.
+
+    Args:
+        spec, described: the step, and the call.
+        program: the `Program` of the call.
+        now: seconds since the epoch.
+    """
+    devices = program.run.device_order
+    code = code_of(definition_of(spec.fun))
+    file = code.co_filename if code is not None and not code.co_filename.startswith("<") else ""
+    return Prediction(
+        described.label,
+        described.signature,
+        program.digest,
+        devices[0].platform if devices else "",
+        [device.id for device in devices],
+        file,
+        file_digest(file) if file else "",
+        described.call,
+        digest_of(described.environment),
+        "",
+        now,
+    )
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    text = "\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    """What differs between two calls, or two environments."""
+    changes = []
+    for name in dict.fromkeys((*after, *before)):
+        old, new = before.get(name, "absent"), after.get(name, "absent")
+        if old != new:
+            kind, _, rest = name.partition(" ")
+            path = rest if kind in ("argument", "static", "option") else name
+            changes.append(Change(_PARTS.get(kind, kind), path, shorten(old), shorten(new)))
+    return tuple(changes)
+
+
+def compared_with_earlier_run(
+    miss: Miss, store: ProgramStore, described: Described, digest: str, module: Callable[[], str]
+) -> Miss:
+    """A miss, with what an earlier run says of it that compiled a program for this step.
+
+    Where that run had another call, the call is compared, by arguments. Where it had the same call,
+    the lowered modules are, by their first differing line, and the settings by their names.
+
+    Args:
+        miss: why no program was in memory.
+        store: knows the earlier runs.
+        described: the call.
+        digest: of the program that has to be compiled; empty if it is not known.
+        module: gives the lowered module as text, with locations.
+    """
+    rows = store.predictions.of_step(described.label)
+    row = store.predictions.find(described.label, described.signature)
+    is_first = miss.reason == "first call"
+    if row is None:
+        if not (rows and is_first):
+            return miss
+        row = min(rows, key=lambda row: len(differences(row.call, described.call)))
+        changes, more = differences(row.call, described.call), 0
+    elif row.program == digest:
+        return dataclasses.replace(miss, reason="gone from disk") if is_first else miss
+    else:
+        changes, more = differences(store.predictions.environment(row), described.environment), 0
+        before = store.module_of(row.program)
+        found = difference(before, module(), is_users_file, file_label) if before else None
+        if found is not None:
+            changes, more = (*changes, found.change), found.more
+    if not changes:
+        return miss
+    if is_first:
+        return dataclasses.replace(
+            miss, reason="other run", changes=changes, omitted=more, since=row.time
+        )
+    return dataclasses.replace(miss, stored=changes, since=row.time)
+
+
+def _leaf_text(leaf: Leaf) -> str:
+    kind = short_type(leaf.shape, leaf.dtype)
+    if spans_processes(leaf.sharding) and (part := part_of(leaf.sharding, leaf.shape)):
+        kind = f"{short_type(part, leaf.dtype)} of {kind}"
+    weak = " weak" if leaf.weak_type else ""
+    layout = f" {leaf.layout}" if leaf.layout is not None else ""
+    return f"{kind}{weak} {_sharding_text(leaf.sharding)}{layout}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharding_text(sharding: Hashable) -> str:
+    return "uncommitted" if sharding is None else jaxcompat.sharding_text(sharding)
+
+
+def _mesh_text(key: Key) -> str:
+    if not key.mesh:
+        return "none"
+    axes, names, devices = key.mesh[:3]
+    return f"{dict(axes)} ({','.join(names)}) over {jaxcompat.devices_text(devices)}"
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process, as far as that can be had."""
+    if isinstance(value, jax.sharding.Mesh):
+        return jaxcompat.sharding_text(value) if not value.empty else "none"
+    try:
+        return shorten(_ADDRESS.sub("", repr(value)), 400)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"

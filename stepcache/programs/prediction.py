@@ -1,0 +1,332 @@
+"""Predictions: which executables the last runs of this script used; and their preloading.
+
+A prediction is a hint. A preloaded executable runs only once this process has lowered the step to
+the module that it was compiled from; what it costs to be wrong is the time of a load.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from stepcache import _process_hooks, jaxcompat
+from stepcache.storage import plain
+from stepcache.storage.disk_store import DiskStore
+from stepcache.weak_objects import WeakObjects
+
+_LOADERS = 2  # XLA loads without Python's lock.
+_PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
+_ROWS_A_STEP, _ROWS = 16, 2048
+_POLL_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 120.0
+
+_log = logging.getLogger("stepcache")
+
+
+class Prediction(NamedTuple):
+    """A program that the last runs of a script used."""
+
+    label: str  # The step, by its file and name.
+    signature: str  # Digest of the call: arguments, static values, options, mesh.
+    program: str  # Digest of the program, as in its entry.
+    platform: str  # Of its devices.
+    devices: list[int]  # In the order of its device assignment.
+    file: str  # The file of the step's function; empty where there is none.
+    file_digest: str  # Of its content then.
+    call: dict[str, str]  # What `signature` is the digest of, by name.
+    environment: str  # Digest of the settings, flags and versions; see `Predictions.environment`.
+    run: str  # The run that has used it last.
+    time: float  # When it did, in seconds since the epoch.
+
+
+@functools.cache  # At the end of the process `__main__` may be gone.
+def prediction_name() -> str:
+    """Names the predictions for this script. The ranks of a pod have the same."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = Path(path).resolve().parts[-2:] if path else ("<interactive>", Path.cwd().name)
+    return hashlib.sha256("\0".join(script).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_digest(file: str, stamp: tuple[int, int]) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def file_digest(file: str) -> str:
+    """A digest of a file's content; empty where it cannot be read."""
+    try:
+        found = os.stat(file)  # noqa: PTH116
+        return _file_digest(file, (found.st_mtime_ns, found.st_size))
+    except (OSError, ValueError):
+        return ""
+
+
+class Predictions:
+    """What the last runs of this script used, and what this run uses.
+
+    Kept in one entry of the disk store. If several processes write it at once, the last one wins.
+    """
+
+    def __init__(self, disk: DiskStore):
+        self._disk, self._run = disk, secrets.token_hex(4)
+        self.begin()
+        _live.add(self)
+
+    def begin(self) -> None:
+        """Knows nothing: as it is made, and in a forked child."""
+        self._lock = threading.RLock()
+        self._known: dict[str, list[Prediction]] | None = None  # Of the last runs, by label.
+        self._environments: dict[str, dict[str, str]] = {}
+        self._used: dict[tuple[str, str], Prediction] = {}  # In this run, by label and signature.
+        self._written: set[str] = set()  # The labels whose rows are those of this run by now.
+        self.is_new = False  # Whether this run has used what is not written yet.
+        self._latest_use = 0.0
+
+    def _read(self) -> dict[str, list[Prediction]]:
+        entry = self._disk.read("prediction", prediction_name())
+        if entry is None:
+            return {}
+        found: dict[str, list[Prediction]] = {}
+        try:
+            environments, rows = plain.unpack(entry.payload)
+            for row in (Prediction(*each) for each in rows):
+                found.setdefault(row.label, []).append(row)
+            self._environments = {**environments, **self._environments}
+        except (TypeError, ValueError) as error:
+            self._disk.discard("prediction", prediction_name(), f"it is malformed: {error}")
+        return found
+
+    def _known_rows(self) -> dict[str, list[Prediction]]:
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+            return self._known
+
+    def of_last_run(self) -> list[Prediction]:
+        """Of each step, what the last run that used it has used, in the order of use."""
+        latest = (
+            [row for row in rows if row.run == rows[0].run] for rows in self._known_rows().values()
+        )
+        return sorted((row for rows in latest for row in rows), key=lambda row: row.time)
+
+    def find(self, label: str, signature: str) -> Prediction | None:
+        """The program that a run used for a call; None if none is known."""
+        rows = self._known_rows().get(label, ())
+        return next((row for row in rows if row.signature == signature), None)
+
+    def of_step(self, label: str) -> Sequence[Prediction]:
+        """All that is known of a step, the latest first."""
+        return self._known_rows().get(label, ())
+
+    def environment(self, row: Prediction) -> dict[str, str]:
+        """The settings, flags and versions under which a program was compiled."""
+        return self._environments.get(row.environment, {})
+
+    def note(self, row: Prediction, environment: dict[str, str]) -> None:
+        """Notes that this run uses a program."""
+        before = self.find(row.label, row.signature)
+        with self._lock:
+            self._environments[row.environment] = environment
+            self._used[row.label, row.signature] = row._replace(run=self._run)
+            is_known = before is not None and before.program == row.program
+            self.is_new |= not is_known or row.label in self._written
+            self._latest_use = time.monotonic()
+
+    def is_due(self, quiet_seconds: float) -> bool:
+        """Whether nothing was noted for some time, so that it can be written all at once."""
+        return time.monotonic() >= self._latest_use + quiet_seconds
+
+    def write(self) -> bytes:
+        """Writes what this run has used so far beside what others have; returns that."""
+        with self._lock:
+            self.is_new, used = False, dict(self._used)
+            self._written = labels = {label for label, _ in used}
+            others = self._read()  # Another process may have written since.
+            rows: list[Prediction] = []
+            for label in dict.fromkeys((*labels, *others)):
+                own = [row for row in used.values() if row.label == label]
+                rest = [row for row in others.get(label, ()) if (label, row.signature) not in used]
+                rows += [*own[::-1], *rest][:_ROWS_A_STEP]
+            rows = rows[:_ROWS]
+            kept = {row.environment for row in rows}
+            environments = {
+                name: facts for name, facts in self._environments.items() if name in kept
+            }
+            payload = plain.pack([environments, [list(row) for row in rows]])
+        self._disk.publish("prediction", prediction_name(), {"programs": len(rows)}, payload)
+        return payload
+
+
+def programs_in(payload: bytes) -> list[str]:
+    """The digests of the programs that the entry of `Predictions` names."""
+    return [Prediction(*row).program for row in plain.unpack(payload)[1]]
+
+
+_Key = tuple[str, tuple[int, ...]]  # Digest of a program, and the numbers of its devices.
+
+
+class _Waiting:
+    """An executable that is to be preloaded, or is."""
+
+    def __init__(self, row: Prediction):
+        self.row = row
+        self.data = b""
+        self.lock = threading.Lock()  # Held by the thread that loads it.
+        self.executable: Any = None
+        self.is_over = False  # It was loaded, or cannot be.
+
+
+class Preloader:
+    """Loads, in threads, the executables that are predicted, before the steps are called.
+
+    Their bytes are read at once. They are loaded once the user's own code has started JAX's
+    backend, which is not done here: `jax.distributed.initialize` and the like come before it.
+
+    Args:
+        disk: has the executables.
+        predictions: of this script.
+    """
+
+    def __init__(self, disk: DiskStore, predictions: Predictions):
+        self._disk, self._predictions = disk, predictions
+        self.begin()
+        _live.add(self)
+
+    def begin(self) -> None:
+        """Has nothing: as it is made, and in a forked child, where its threads are not."""
+        self._lock = threading.Lock()
+        self._waiting: dict[_Key, _Waiting] = {}
+        self._threads: list[threading.Thread] = []
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Starts to preload; once."""
+        with self._lock:
+            if not self._threads:
+                self._begin_thread(self._prepare)
+
+    def _begin_thread(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="stepcache preload", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # Too many threads, or Python is about to end.
+            return
+        self._threads.append(thread)
+
+    def _prepare(self) -> None:
+        """Reads the bytes of what is predicted, and has them loaded once there is a backend."""
+        started, size_bytes = time.monotonic(), 0
+        for row in self._predictions.of_last_run()[:_PRELOADED_AT_MOST]:
+            if self._is_stopping or size_bytes > _PRELOADED_BYTES:
+                break
+            if row.file and file_digest(row.file) != row.file_digest:
+                continue  # Its code has changed, so that it probably needs another program.
+            waiting = _Waiting(row)
+            if (entry := self._disk.read("program", row.program)) is not None:
+                waiting.data = entry.payload
+                size_bytes += len(waiting.data)
+                with self._lock:
+                    self._waiting.setdefault((row.program, tuple(row.devices)), waiting)
+        while self._waiting and not jaxcompat.backends_are_initialized():
+            if self._is_stopping or time.monotonic() > started + _LONGEST_WAIT_SECONDS:
+                return
+            time.sleep(_POLL_SECONDS)
+        with self._lock:
+            for _ in range(_LOADERS - 1):
+                self._begin_thread(self._load_all)
+        self._load_all()
+
+    def _load_all(self) -> None:
+        for waiting in list(self._waiting.values()):
+            if not self._is_stopping and waiting.lock.acquire(blocking=False):
+                try:
+                    self._load(waiting)
+                finally:
+                    waiting.lock.release()
+
+    def _load(self, waiting: _Waiting) -> None:
+        """Loads an executable, unless that was done. The caller holds its lock."""
+        data, waiting.data = waiting.data, b""
+        if waiting.is_over or not data:
+            return
+        waiting.is_over, row = True, waiting.row
+        try:
+            devices = _devices(row.platform, row.devices)
+            if devices:
+                with self._disk.loading("program", row.program):
+                    waiting.executable = jaxcompat.load_executable(data, devices)
+        except Exception as error:
+            why = f"XLA does not load it: {type(error).__name__}: {error}"
+            self._disk.discard("program", row.program, why)
+
+    def take(self, digest: str, devices: Iterable[Any]) -> Any:
+        """The executable of a program, on these devices; None if it is not to be preloaded.
+
+        Waits for a load that has begun. One that has not begun is done here.
+        """
+        with self._lock:
+            waiting = self._waiting.pop((digest, tuple(device.id for device in devices)), None)
+        if waiting is None:
+            return None
+        with waiting.lock:
+            self._load(waiting)
+        return waiting.executable
+
+    def drop(self, label: str, signature: str) -> None:
+        """Drops what was predicted for a call, which has another program."""
+        with self._lock:
+            for key, each in list(self._waiting.items()):
+                if (each.row.label, each.row.signature) == (label, signature):
+                    del self._waiting[key]
+
+    def is_preloaded(self, row: Prediction) -> bool:
+        """Whether a program is being preloaded, or was, and was not taken yet."""
+        return (row.program, tuple(row.devices)) in self._waiting
+
+    def stop(self) -> None:
+        """Begins no more loads, and waits for those under way."""
+        self._is_stopping = True
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+        self._waiting.clear()
+
+
+def _devices(platform: str, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Devices by their numbers; none where any does not exist, or none is of this process."""
+    try:
+        by_number = {device.id: device for device in jax.devices(platform or None)}
+        found = tuple(by_number[number] for number in numbers)
+    except (RuntimeError, KeyError):  # There is no such platform here, or no such device.
+        return ()
+    here = jax.process_index()
+    return found if any(device.process_index == here for device in found) else ()
+
+
+_live: WeakObjects[Predictions | Preloader] = WeakObjects()
+
+
+def _begin_anew() -> None:
+    for each in _live:
+        each.begin()
+
+
+def stop_all() -> None:
+    """Ends all preloading, at the end of the process."""
+    for each in _live:
+        if isinstance(each, Preloader):
+            each.stop()
+
+
+_process_hooks.at_fork(after_in_child=_begin_anew)
+_process_hooks.at_exit(stop_all)

@@ -1,0 +1,248 @@
+"""`ProgramStore`: executables outside this process, by the digest of what XLA is given.
+
+They are preloaded, on disk, or in a shared cache behind it. Whoever asks has lowered the step: the
+digest is that of its own module and of all that compiling depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+
+from stepcache import jaxcompat
+from stepcache.events import Captured
+from stepcache.programs.prediction import (
+    Prediction,
+    Predictions,
+    Preloader,
+    prediction_name,
+    programs_in,
+)
+from stepcache.programs.worker import LATER, Worker
+from stepcache.storage.building import BuildLock, Building
+from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.run_log import Row, RunLog, script_name
+
+if TYPE_CHECKING:  # Few processes have a shared cache.
+    from stepcache.storage.shared_entries import SharedEntries
+
+_POLL_SECONDS, _QUIET_SECONDS = 0.02, 0.5
+
+_log = logging.getLogger("stepcache")
+
+Stage = Callable[[str], AbstractContextManager[Any]]
+Method = TypeVar("Method", bound=Callable)
+
+
+def _no_matter_of_the_step(what: str, instead: Any = None) -> Callable[[Method], Method]:
+    """Logs that a method could not do `what`; it returns `instead`, and the step goes on."""
+
+    def guarded(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                _log.exception("stepcache could not %s", what)
+                return instead
+
+        return call
+
+    return guarded
+
+
+@dataclass(slots=True)
+class Publication:
+    """A program that was compiled here, on its way to the disk."""
+
+    digest: str
+    label: str  # The step, by its file and name.
+    executable: Any
+    module: Callable[[], str]  # Gives the lowered module as text, with locations.
+    seconds: dict[str, float]
+    captured: tuple[Captured, ...] = ()
+    building: Building | None = None  # The lock until it is stored: other processes wait for it.
+    data: bytes = field(default=b"", repr=False)  # Serialized, where that was needed before.
+
+
+class ProgramStore:
+    """The programs of one directory.
+
+    Args:
+        disk: keeps the entries.
+        run_log: keeps the runs.
+        min_build_seconds: as for `ProgramCache`.
+        remote: what other machines have compiled.
+    """
+
+    def __init__(
+        self,
+        disk: DiskStore,
+        run_log: RunLog,
+        min_build_seconds: float,
+        remote: SharedEntries | None,
+    ):
+        self.disk, self.run_log, self.remote = disk, run_log, remote
+        self.min_build_seconds = min_build_seconds
+        self.worker = Worker("stepcache store")
+        self.predictions = Predictions(disk)
+        self.preloader = Preloader(disk, self.predictions)
+        self._locks = BuildLock(disk.root / "building") if disk.writable else None
+        self._writes_predictions = False
+
+    @_no_matter_of_the_step("begin to preload programs")
+    def begin(self) -> None:
+        """Begins to preload what the last runs of this script used."""
+        if self.remote is not None:
+            self.remote.fetch_ahead(prediction_name(), programs_in)
+        self.preloader.start()
+
+    @_no_matter_of_the_step("look for a program")
+    def find(self, compilation: jaxcompat.Compilation, stage: Stage) -> tuple[Any, str] | None:
+        """The executable of a lowered module, loaded, and where it was; None if there is none."""
+        executable = self.preloader.take(compilation.digest, compilation.devices)
+        if executable is not None:
+            return executable, "preloaded"
+        executable = self._load(compilation)
+        if executable is not None:
+            return executable, "disk"
+        if self.remote is not None and self.remote.is_on:
+            with stage("remote"):
+                was_fetched = self.remote.fetch(compilation.digest)
+            executable = self._load(compilation) if was_fetched else None
+            if executable is not None:
+                return executable, "remote"
+        return None
+
+    def _load(self, compilation: jaxcompat.Compilation) -> Any:
+        digest = compilation.digest
+        if not self.disk.holds("program", digest):
+            return None
+        with self.disk.loading("program", digest):
+            entry = self.disk.read("program", digest)
+            if entry is None:
+                return None
+            try:
+                return compilation.load(entry.payload)
+            except Exception as error:
+                why = f"XLA does not load it: {type(error).__name__}: {error}"
+                self.disk.discard("program", digest, why)
+                return None
+
+    @_no_matter_of_the_step("wait for another process")
+    def lock_or_find(
+        self, compilation: jaxcompat.Compilation, stage: Stage
+    ) -> Building | tuple[Any, str] | None:
+        """Waits while another process compiles the program.
+
+        Returns:
+            What `find` returns, where the other process has stored it. A lock, under which this
+            process is to compile it. None where the other process did not store what it compiled:
+            then each compiles for itself.
+        """
+        if self._locks is None:
+            return None
+        building = self._locks.try_lock(compilation.digest)
+        if building is not None:
+            if not self.disk.holds("program", compilation.digest):
+                return building
+            self._locks.release(building)  # It was stored between the two looks.
+            return self.find(compilation, stage)
+        with stage("wait"):
+            while self._locks.is_held_by_a_live_process(compilation.digest):
+                time.sleep(_POLL_SECONDS)
+        return self.find(compilation, stage)
+
+    def release(self, building: Building) -> None:
+        """Lets other processes compile a program, where this one did not."""
+        if self._locks is not None:
+            self._locks.release(building)
+
+    @_no_matter_of_the_step("name its directory", "")
+    def name(self) -> str:
+        """Names the directory: the same in all processes that look into it, and in no others."""
+        return self.disk.vouch(b"the name of this directory").hex()[:16]
+
+    def program_bytes(self, digest: str) -> bytes:
+        """A stored executable, for another process; empty where there is none."""
+        entry = self.disk.read("program", digest)
+        return entry.payload if entry is not None else b""
+
+    @_no_matter_of_the_step("store a program", "it is not stored: see the log")
+    def publish(self, publication: Publication) -> str:
+        """Stores a program. Returns why that cannot be done; an empty text if it can."""
+        with contextlib.ExitStack() as held:
+            if publication.building is not None:
+                held.callback(self.release, publication.building)
+            seconds = sum(publication.seconds.values())
+            if seconds < self.min_build_seconds:
+                return f"it was compiled in less than {self.min_build_seconds} s"
+            try:
+                serialized = publication.data or jaxcompat.serialize_executable(
+                    publication.executable
+                )
+            except jaxcompat.NotStorable as error:
+                return str(error)
+            about = {
+                "label": publication.label,
+                "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
+                "captured": [[each.name, each.type, each.size_bytes] for each in publication.captured],
+                "module": zlib.compress(publication.module().encode(), 1),
+            }
+            if not self.disk.publish("program", publication.digest, about, serialized):
+                return "the directory cannot be written"
+        if self.remote is not None:
+            self.remote.upload_program(publication.digest, about, serialized)
+        return ""
+
+    @_no_matter_of_the_step("read the module of a program", "")
+    def module_of(self, digest: str) -> str:
+        """The lowered module of a stored program, as text with locations; empty if unknown."""
+        info = self.disk.peek("program", digest)
+        packed = (info.header or {}).get("module", b"") if info is not None else b""
+        return zlib.decompress(packed).decode() if packed else ""
+
+    @_no_matter_of_the_step("note a prediction")
+    def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
+        """Notes that this run uses a program, so that the next one preloads it."""
+        self.predictions.note(row, environment)
+        if self.predictions.is_new and not self._writes_predictions:
+            self._writes_predictions = True
+            self.worker.submit(self._write_predictions)
+
+    def _write_predictions(self) -> Any:
+        if not (self.worker.is_flushing or self.predictions.is_due(_QUIET_SECONDS)):
+            return LATER
+        self._writes_predictions = False
+        payload = self.predictions.write()
+        if self.remote is not None:
+            self.remote.upload_prediction(prediction_name(), payload)
+        return None
+
+    @_no_matter_of_the_step("write its run log")
+    def log(self, *rows: Row) -> None:
+        """Writes rows of this run."""
+        self.run_log.add(*rows)
+
+    def row(self, event: str, step: str, label: str, **details: Any) -> Row:
+        """A row of this run, of this moment."""
+        rank, processes = 0, 1
+        if jaxcompat.backends_are_initialized():
+            rank, processes = jax.process_index(), jax.process_count()
+        details = {"rank": rank, "processes": processes} | details
+        return Row(event, self.run_log.clock(), script_name(), step, label, **details)
+
+    def flush(self) -> None:
+        """Waits until everything compiled so far is stored."""
+        self.worker.flush()
+        if self.remote is not None:
+            self.remote.flush()
