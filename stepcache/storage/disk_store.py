@@ -38,7 +38,7 @@ from stepcache.storage.entry import (
 )
 from stepcache.storage.load_markers import killers, marked
 
-_ROOT, _EARLIER_ROOT = "v2", "v1"
+ROOT, _EARLIER_ROOT = "v2", "v1"
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
 _TOUCH_SECONDS, _TEMPORARY_SECONDS = 60, 3600
@@ -79,7 +79,7 @@ class DiskStore:
     ):
         if max_bytes is not None and max_bytes < 1:
             raise OptionError("max_bytes must be positive", where="DiskStore", got=repr(max_bytes))
-        self.directory, self.root = directory, Path(os.path.abspath(directory)) / _ROOT
+        self.directory, self.root = directory, Path(os.path.abspath(directory)) / ROOT
         self.quarantined = collections.deque[Refusal](maxlen=_REFUSALS_REMEMBERED)
         self._max_bytes, self._clock = max_bytes, clock
         self._known_key: bytes | None = None
