@@ -76,8 +76,8 @@ class Explanation:
         build_seconds: seconds to trace, lower and compile the program; None on a miss.
         captured: arrays that the step captured by closure; empty on a miss.
         delegated: the reason why the call would go to `jax.jit`; None if it would not.
-        stored: whether a miss would load its program without a trace.
-        remote: URL of the shared cache that has this program; empty if it is on disk.
+        predicted: whether the last runs used a program for such a call that is on disk. A miss then
+            loads it, if its trace gives the same module.
         variables: a line for each of the `Variables` of the call.
         variable_leaves: number of their leaves.
         plan: the transfers that they need.
@@ -94,8 +94,7 @@ class Explanation:
     build_seconds: tuple[float, ...] | None = None
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
-    stored: bool = False
-    remote: str = ""
+    predicted: bool = False
     variables: tuple[str, ...] = ()
     variable_leaves: int = 0
     plan: Plan = field(default_factory=Plan)
@@ -151,9 +150,9 @@ class Explanation:
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit: {self.delegated}"
-        if self.stored:
-            place = f"in {self.remote}" if self.remote else "on disk"
-            return f"{self.step}: miss, but {place}. A call would load the program without a trace."
+        if self.predicted:
+            then = "find its program on disk if the module is the same"
+            return f"{self.step}: miss, but predicted. A call would trace and lower it, and {then}."
         if not self.hit:
             return f"{self.step}: miss. A call would trace, lower and compile a program."
         assert self.build_seconds is not None
@@ -256,7 +255,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if request.key in engine._not_holdable:
         return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
-    miss, result = (None, None) if program else engine.foresee(scope, request)
+    miss, prediction = (None, None) if program else engine.foresee(scope, request)
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -271,7 +270,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         _statics(request),
         _by_stage(program.seconds if program else None),
         program.captured if program else (),
-        stored=result is not None,
+        predicted=prediction is not None,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),

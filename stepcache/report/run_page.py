@@ -17,7 +17,6 @@ Cells = Mapping[str, str | Sequence[str]]
 
 _ROWS_SHOWN, _LINES_SHOWN = 500, 12
 _CHART, _LABEL, _COLUMNS = 340.0, 78.0, 68
-_PROGRAM_EVENTS = {"built": "built", "loaded": "loaded", "relinked": "traced and loaded"}
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --quiet: #57606a;
@@ -92,14 +91,14 @@ def _head(run: Run) -> str:
 def _state(activity: Activity | None) -> str:
     if activity is None:
         return "there are no counts of transfers and variables"
-    when = readable_time(activity.period.written_time)
-    return f"ended {when}" if activity.period.ended else f"not ended {when}, when it was last seen"
+    when = readable_time(activity.written_time)
+    return f"ended {when}" if activity.ended else f"not ended {when}, when it was last seen"
 
 
 def _ledger(run: Run) -> Iterator[str]:
     yield _paragraph(
         "Seconds by stage, over all steps. With several processes, each bar is the time of the "
-        "slowest process in that stage. The sum does not include background verification."
+        "slowest process in that stage."
     )
     seconds = slowest_seconds(run)
     bars = seconds | {"sum": max(rank.total_seconds for rank in run.ranks)}
@@ -114,12 +113,11 @@ def _misses(run: Run) -> Iterator[str]:
             "at": f"{max(0.0, called_at(row) - started):.2f} s",
             "step": row.step,
             "miss": str(row.number or ""),
-            "program": _PROGRAM_EVENTS[row.event],
+            "program": _obtained_in_words(row),
             "took": _seconds(sum(row.seconds.values())),
             "why": list(_why(row)),
         }
         for row in sorted(run.happenings, key=called_at)
-        if row.event in _PROGRAM_EVENTS
     ]
     yield _paragraph(
         "Calls that found no program in memory, by the time since the run began. All others are "
@@ -132,52 +130,49 @@ def _why(row: Row) -> Iterator[str]:
     yield row.reason.splitlines()[0] if row.reason else "unknown"
     for what, lines in (
         ("", [*map(change_in_words, row.changes)]),
-        ("since an earlier run: ", [*map(change_in_words, row.stored)]),
         ("hint: ", row.advice),
-        ("each run must trace the step: ", row.untrackable),
+        ("each run has to compile it: ", [row.not_stored] if row.not_stored else []),
     ):
         yield from (f"{what}{text}" for text in shortened(lines, _LINES_SHOWN))
 
 
 def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Row]] = {}
-    verified: dict[str, str] = {}
     for row in run.happenings:
-        if row.event in _PROGRAM_EVENTS:
-            groups.setdefault((row.label, row.program), []).append(row)
-        elif row.event in ("verified", "stale"):
-            verified[row.label] = row.event
+        groups.setdefault((row.label, row.program), []).append(row)
     rows = []
     for (label, program), found in groups.items():
         size = program_bytes.get(program)
-        devices = max(len(row.devices) for row in found)
         first = [row.seconds["execute"] for row in found if "execute" in row.seconds]
         rows.append(
             {
                 "step": label,
                 "program": program[:12] or "not on disk",
                 "size": readable_bytes(size) if size is not None else "gone" if program else "",
-                "devices": str(devices or ""),
                 "obtained": "; ".join(_obtained(run, found)),
                 "first run": _seconds(max(first)) if first else "",
-                "trace in the background": verified.get(label, ""),
             }
         )
-    yield from _table(rows, right={"size", "devices", "first run"})
+    yield from _table(rows, right={"size", "first run"})
 
 
 def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:
-    for event, text in _PROGRAM_EVENTS.items():
-        ranks = [row.rank for row in rows if row.event == event]
-        if ranks:
-            yield f"{text} by {readable_ranks(ranks)}" if len(run.ranks) > 1 else text
+    by_text: dict[str, list[int]] = {}
+    for row in rows:
+        by_text.setdefault(_obtained_in_words(row), []).append(row.rank)
+    for text, ranks in by_text.items():
+        yield f"{text} by {readable_ranks(ranks)}" if len(run.ranks) > 1 else text
+
+
+def _obtained_in_words(row: Row) -> str:
+    return f"{row.event}, {row.source}" if row.source not in ("", row.event) else row.event
 
 
 def _transfers(run: Run) -> Iterator[str]:
     rows, by_link = [], dict[str, list[float]]()
     started, duration = began(run), _duration(run)
     for rank, activity in _activities(run):
-        first, width = activity.period.started_time - started, activity.period.width_seconds
+        first, width = activity.started_time - started, activity.width_seconds
         for each in activity.moved:
             columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
             for index, _, size in each.buckets:
@@ -212,8 +207,8 @@ def _duration(run: Run) -> float:
     ends = [row.time for row in run.happenings]
     for _, each in _activities(run):
         last = max((bucket[0] + 1 for series in each.moved for bucket in series.buckets), default=0)
-        moved_until = each.period.started_time + last * each.period.width_seconds
-        ends += [each.period.written_time, moved_until]
+        moved_until = each.started_time + last * each.width_seconds
+        ends += [each.written_time, moved_until]
     return max(1e-3, max(ends) - began(run))
 
 
@@ -237,9 +232,6 @@ def _variables(run: Run) -> Iterator[str]:
         "the devices of the step; for tables, by row."
     )
     yield from _table(rows, right={"version", "size", "reads", "served by a copy"})
-    more = sum(activity.period.more_held for _, activity in _activities(run))
-    if more:
-        yield _paragraph(f"… and {more} that were deleted earlier.")
 
 
 def _processes(run: Run) -> Iterator[str]:

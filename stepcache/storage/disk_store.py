@@ -38,7 +38,7 @@ from stepcache.storage.entry import (
 )
 from stepcache.storage.load_markers import killers, marked
 
-ROOT, _EARLIER_ROOT = "v2", "v1"
+ROOT, EARLIER_ROOT = "v2", "v1"
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,23}")
 _DIGEST = re.compile(r"[0-9a-f]{1,128}")
 _TOUCH_SECONDS, _TEMPORARY_SECONDS = 60, 3600
@@ -363,7 +363,7 @@ class DiskStore:
         """
         for path in private_files.listed(self.root / "quarantine"):
             private_files.remove(path)
-        private_files.remove(self.root.with_name(_EARLIER_ROOT))
+        private_files.remove(self.root.with_name(EARLIER_ROOT))
         paths = [self._path(found.kind, found.digest) for found in self._found()]
         return sum(map(private_files.remove, paths))
 
