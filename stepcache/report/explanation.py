@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
-import pathlib
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -124,29 +121,6 @@ class Explanation:
             lines += [*self._variable_rows(), *self._rows(), *self._footer()]
         return [_wrapped(line, width) for line in lines]
 
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes an HTML page with a picture of the plan and this text.
-
-        Args:
-            path: path of the file, which is replaced.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        Example:
-            ```python
-            train_step.explain(state, batch).save_html("plan.html")
-            ```
-        """
-        from stepcache.report.picture import draw
-        from stepcache.report.svg import html_page, printable
-
-        picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
-        text = escape("\n".join(map(printable, str(self).splitlines())))
-        body = f"<figure>\n{picture}\n</figure>\n<pre>{text}</pre>"
-        page = html_page(f"{self.step}: what one call moves", _STYLE, body)
-        pathlib.Path(path).write_text(page, encoding="utf-8")
-
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit: {self.delegated}"
@@ -212,12 +186,6 @@ class Explanation:
             yield f"captured by closure: {each.name}, {each.type}, {size}"
 
 
-_STYLE = """
-body { margin: 0 auto; padding: 1rem; max-width: 1076px; }
-figure { margin: 0; overflow-x: auto; }
-pre { padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }
-@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3; } }
-"""
 _UNIT = re.compile(r"(\d) ([kMGT]?B|s)\b")
 
 
