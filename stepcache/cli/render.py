@@ -42,7 +42,7 @@ _SOURCES = {
     "preloaded": "traced; the program was preloaded",
     "disk": "traced; the program is loaded from disk",
     "remote": "traced; the program is loaded from the shared cache",
-    "rank": "traced; the program comes from another process",
+    "rank": "traced; the program comes from another rank",
 }
 
 
@@ -189,7 +189,7 @@ def why(run: Run) -> Rendered:
     yield Text(f"{_of(run)}{ranks}{importing}", "bold")
     for each in run.happenings:
         rank = f", rank {each.rank}" if ranks else ""
-        event = _SOURCES.get(each.source, each.event)
+        event = _SOURCES.get(each.source.partition(" ")[0], each.event)
         yield Text(f"\n{each.step} ({each.label}){rank}: {event}", "bold")
         yield from (f"  {line}" for line in _happening(each))
 

@@ -44,7 +44,7 @@ class Row:
     step: str  # Name of the step.
     label: str  # File and name of the step.
     program: str = ""  # Digest of the program.
-    # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank".
+    # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank N".
     source: str = ""
     # Duration of each stage: "import" (in the first row of a run), "trace", "lower", "wait",
     # "read", "load", "compile", "execute"; in a pod "agree", "wait" and "give".
