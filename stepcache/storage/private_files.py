@@ -147,7 +147,7 @@ def secret_in(path: Path, where: str) -> bytes:
         where=f"{where}={path}",
         expected=f"at least {KEY_BYTES} bytes in a file of owner {user}, mode 0600",
         got=got,
-        hint=f"openssl rand -hex 32 > {path} && chmod 600 {path} makes one, for all machines",
+        hint=f"chmod 600 {path}; openssl rand -hex 32 makes a key, the same for all machines",
     )
 
 
