@@ -139,7 +139,7 @@ def compared_with_earlier_run(
         before = store.module_of(row.program)
         found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:
-            changes, more = (*changes, found.change), found.more
+            changes, more = (*changes, *found.changes), found.more
     if not changes:
         return miss
     if is_first:

@@ -183,7 +183,7 @@ class _Together:
         texts = self._round.explained_by("module text", speakers, staged.module_text())
         one, other = (texts[rank] for rank in speakers)
         found = difference(one, other, is_users_file, file_label)
-        changes = [found.change] if found is not None else []
+        changes = list(found.changes) if found is not None else []
         lines = [by_rank(change, sides[0], sides[1]) for change in changes]
         if found is not None and found.more:
             lines.append(f"and {found.more} more places")
