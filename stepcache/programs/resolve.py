@@ -74,6 +74,11 @@ class _Once:
                 self._made, self._make = self._make(), None
             return self._made
 
+    def replace(self, made: Any) -> None:
+        """Has another result from now on."""
+        with self._lock:
+            self._made, self._make = made, None
+
 
 class Resolver:
     """Resolves the misses of one step."""
@@ -266,7 +271,7 @@ class _Settling:
     store: ProgramStore
     built: BuiltHere
     described: Callable[[], Described]
-    miss: Callable[[], Miss]
+    miss: _Once
     own_seconds: float
     look: Callable[[], Any] = lambda: None  # From `until_ready`.
     is_stored: bool = False
@@ -291,7 +296,10 @@ class _Settling:
                     )
                 )
             miss = self.miss()  # Before the prediction that it compares with is replaced.
-            if not why_not:
+            if why_not:
+                miss = dataclasses.replace(miss, not_stored=why_not)
+                self.miss.replace(miss)
+            else:
                 now = time.time()
                 store.preloader.drop(described.label, described.signature)
                 prediction = prediction_of(self.spec, described, program, now)
