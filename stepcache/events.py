@@ -174,7 +174,7 @@ class Loaded:
 
     Attributes:
         source: where the executable was: "memory" (of this process), "preloaded", "disk", "remote"
-            (the shared cache) or "rank" (another process of the pod).
+            (the shared cache) or "rank N" (another process of the pod).
         seconds: durations by stage: "trace", "lower", "load" (the executable), "remote" (waits for
             the shared cache); in a pod "agree" and "wait".
         own_seconds: all other time spent in stepcache.

@@ -81,11 +81,9 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
     return [const for const in seen.values() if hasattr(const, "nbytes")]
 
 
-def module_text(lowered: Any, *, with_locations: bool = False) -> str:
-    """A lowered module as text, with the lines of source code that it comes from or without."""
-    if PRIVATE_API:
-        return lowered.stablehlo().operation.get_asm(enable_debug_info=with_locations)
-    return lowered.as_text(debug_info=with_locations)
+def module_outline(lowered: Any) -> str:
+    """A lowered module as text, without the lines of source code that it comes from."""
+    return str(lowered.stablehlo()) if PRIVATE_API else lowered.as_text()
 
 
 # Settings that change neither a trace nor what XLA makes of it.
