@@ -52,8 +52,9 @@ def describe(label: str, request: Request) -> Described:
         call[f"argument {path.text}"] = _leaf_text(leaf)
     for static in key.signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
-    for name, value in key.options:
-        if value not in (None, ()):
+    roles = {name: value for name, value in key.options if name in ("carry", "batch") and value}
+    for name, value in (roles | spec.given).items():  # And not what follows from a carry.
+        if value is not None:
             call[f"option {name}"] = _text(value)
     call["mesh"] = _mesh_text(key)
     environment = {f"config {name}": _text(value) for name, value in key.environment}

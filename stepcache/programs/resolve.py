@@ -75,6 +75,11 @@ class _Once:
                 self._made, self._make = self._make(), None
             return self._made
 
+    def replace(self, made: Any) -> None:
+        """Has another result from now on."""
+        with self._lock:
+            self._made, self._make = made, None
+
 
 class Resolver:
     """Resolves the misses of one step."""
@@ -273,7 +278,7 @@ class _Settling:
     file: str  # Where the function of the step is.
     store: ProgramStore
     described: Callable[[], Described]
-    miss: Callable[[], Miss]
+    miss: _Once
     publication: Publication
     source: str  # Where the executable was, as in `Program`.
     devices: Sequence[Any]
@@ -290,7 +295,10 @@ class _Settling:
             elif publication.building is not None:
                 store.release(publication.building)
             miss = self.miss()  # Before the prediction that it compares with is replaced.
-            if not why_not:
+            if why_not:
+                miss = dataclasses.replace(miss, not_stored=why_not)
+                self.miss.replace(miss)
+            else:
                 store.preloader.drop(described.label, described.signature)
                 about = publication.digest, self.devices, self.file, time.time()
                 store.note_use(prediction_of(described, *about), described.environment)
