@@ -56,8 +56,9 @@ def describe(spec: StepSpec, request: Request) -> Described:
         if value not in (None, ()):
             call[f"option {name}"] = _text(value)
     call["mesh"] = _mesh_text(key)
-    environment = {f"config {name}": _text(value) for name, value in key.environment}
-    return Described(step_label(spec.fun), call, environment | jaxcompat.process_environment())
+    # The settings of the call. Another thread describes it, which a context of settings is not for.
+    settings = {f"config {name}": _text(value) for name, value in key.environment}
+    return Described(step_label(spec.fun), call, jaxcompat.process_environment() | settings)
 
 
 def prediction_of(spec: StepSpec, described: Described, program: Any, now: float) -> Prediction:
