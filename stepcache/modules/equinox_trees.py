@@ -1,0 +1,218 @@
+"""Arguments and outputs as `eqx.filter_jit` divides them: arrays are traced, all else is static."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.tree_util import GetAttrKey, keystr
+
+from stepcache.calls.layers import definition_of, function_name
+from stepcache.jaxcompat.callbacks import calls_back
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules
+
+_ARRAY = object()  # Stands for an array in a tree that is only looked at.
+_STRUCTURES_PER_STEP = 256
+
+
+class _LeafPath(GetAttrKey):
+    """Path of a leaf in an argument: `layers/3/weight` for rules, JAX's `.layers[3].weight` else.
+
+    `text` is JAX's.
+    """
+
+    def __init__(self, keys: tuple):
+        super().__init__(keystr(keys, simple=True, separator="/"))
+        self.text = keystr(keys)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TreeStructure:
+    """All of a tree but its arrays: what `equinox.partition` calls static, and the tree itself.
+
+    Attributes:
+        tree: the `PyTreeDef`, which holds the static fields of modules.
+        statics: the leaves that are no arrays: number, type and value of each. The type, because
+            for Python `1`, `1.0` and `True` are equal.
+    """
+
+    __slots__ = ("__weakref__", "_hash", "statics", "tree")
+
+    def __init__(self, tree: Any, statics: tuple[tuple[int, type, Any], ...]):
+        self.tree, self.statics, self._hash = tree, statics, None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, TreeStructure):
+            return False
+        return self.tree == other.tree and self.statics == other.statics
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.tree, self.statics))
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"{self.tree} with {[value for _, _, value in self.statics]}"
+
+    def built(self, arrays: Sequence[Any]) -> Any:
+        """The tree of these arrays."""
+        leaves = list(arrays)
+        for number, _, value in self.statics:
+            leaves.insert(number, value)
+        return self.tree.unflatten(leaves)
+
+    def _outlined(self) -> Any:
+        return self.built([_ARRAY] * (self.tree.num_leaves - len(self.statics)))
+
+    def paths(self) -> list[GetAttrKey]:
+        """The path of each array, in order."""
+        leaves = jax.tree_util.tree_flatten_with_path(self._outlined())[0]
+        return [_LeafPath(keys) for keys, leaf in leaves if leaf is _ARRAY]
+
+    def settings(self) -> dict[str, str]:
+        """What there is beside arrays: other leaves, static fields, classes of modules; by path."""
+        return {
+            keystr(keys, simple=True, separator="/"): _text(value)
+            for keys, value in _settings(self._outlined(), ())
+        }
+
+
+def _settings(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
+    if isinstance(tree, eqx.Module):
+        yield keys, type(tree)
+        for each in dataclasses.fields(tree):
+            if each.metadata.get("static", False) and hasattr(tree, each.name):
+                yield (*keys, GetAttrKey(each.name)), getattr(tree, each.name)
+
+    def is_inner_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module) and x is not tree
+
+    for inner, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner_module)[0]:
+        if is_inner_module(leaf):
+            yield from _settings(leaf, (*keys, *inner))
+        elif leaf is not _ARRAY:
+            yield (*keys, *inner), leaf
+
+
+def _text(value: Any) -> str:
+    """A text that differs for values that differ, as two functions that `jax.jit` made of one."""
+    text, address = repr(value), hex(id(value))
+    is_compared_by_identity = type(value).__hash__ is object.__hash__
+    return text if not is_compared_by_identity or address in text else f"{text} at {address}"
+
+
+def is_array_or_shape(x: Any) -> bool:
+    """Whether equinox traces something, or would trace the array that it stands for."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+class Partitioned:
+    """Divides trees as `eqx.partition` does. Equal structures are one object, found at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[TreeStructure, TreeStructure] = {}
+
+    def __call__(self, tree: Any, is_array: Callable[[Any], bool] = eqx.is_array) -> Any:
+        """A `ModuleState` in the place of a tree; an array as it is.
+
+        Raises:
+            TypeError: something static has no hash.
+        """
+        if is_array(tree):
+            return tree
+        state = partitioned(tree, is_array)
+        if len(self._known) >= _STRUCTURES_PER_STEP:
+            self._known.clear()
+        state.structure = self._known.setdefault(state.structure, state.structure)
+        return state
+
+
+def partitioned(tree: Any, is_array: Callable[[Any], bool] = eqx.is_array) -> ModuleState:
+    """The arrays of a tree, and its `TreeStructure`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    are_arrays = list(map(is_array, leaves))
+    statics = tuple(
+        (number, type(leaf), leaf)
+        for number, leaf in enumerate(leaves)
+        if not are_arrays[number]
+    )
+    return ModuleState(TreeStructure(treedef, statics), list(compress(leaves, are_arrays)))
+
+
+def built(tree: Any) -> Any:
+    """The tree of which `Partitioned` made a `ModuleState`."""
+    return tree.structure.built(tree.values) if isinstance(tree, ModuleState) else tree
+
+
+class OverTrees(OverModules):
+    """Calls a function on the trees that its arguments stand for, and returns an `Outcome` of one.
+
+    `Outcome.about` says whether the program calls back into Python. A callable that is no plain
+    function is an argument too, the first: its arrays are traced, and callables that are equal but
+    for these share their programs.
+
+    It knows its function weakly: steps over one function share it, as long as that lives.
+
+    Attributes:
+        takes_callable: whether the first argument is what to call.
+        has_called_back: whether any program calls back; None before the first trace.
+    """
+
+    def __init__(self, definition: Any, name: str, signature: inspect.Signature, is_plain: bool):
+        super().__init__(name, getattr(definition, "__module__", ""))
+        self._definition, self.takes_callable = weakref.ref(definition), not is_plain
+        self.has_called_back: bool | None = None
+        parameters = list(signature.parameters.values())
+        if self.takes_callable:
+            free = "self" if "self" not in signature.parameters else "_self"
+            parameters.insert(0, inspect.Parameter(free, inspect.Parameter.POSITIONAL_ONLY))
+        # Without the defaults and annotations, which may refer to the function.
+        self.__signature__ = inspect.Signature(
+            each.replace(
+                annotation=each.empty,
+                default=each.empty if each.default is each.empty else None,
+            )
+            for each in parameters
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":
+            return self._definition()
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
+        args, kwargs = map(built, args), {name: built(value) for name, value in kwargs.items()}
+        fun = next(args) if self.takes_callable else self.__wrapped__
+        outputs = fun(*args, **kwargs)
+        may_raise = calls_back()
+        self.has_called_back = bool(self.has_called_back) or may_raise
+        return Outcome(may_raise, ((), partitioned(outputs)))
+
+
+_made: weakref.WeakKeyDictionary[Any, dict[tuple, OverTrees]] = weakref.WeakKeyDictionary()
+
+
+def over_trees(fun: Any, signature: inspect.Signature) -> OverTrees:
+    """What a step runs in the place of a callable; the same one for all steps over a function.
+
+    Of other callables it is the same for all of one code, name and signature, as in `filter_jit`:
+    `seqx.step(model)`, made anew in each epoch, is traced once.
+    """
+    is_plain = isinstance(fun, types.FunctionType)
+    definition = fun if is_plain else definition_of(fun) or type(fun)
+    parameters = tuple((each.name, each.kind) for each in signature.parameters.values())
+    name = function_name(fun)
+    made = _made.setdefault(definition, {})
+    key = (name, is_plain, parameters)
+    return made.setdefault(key, OverTrees(definition, name, signature, is_plain))
