@@ -77,7 +77,7 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
             given, named = self._arguments(args, kwargs)
         except (TypeError, ValueError):  # It says what is wrong, such as a static value of no hash.
             return self._run_by_equinox(args, kwargs)
-        __equinox_jit_id__ = self._id
+        __equinox_jit_id__ = self._id  # noqa: F841  (equinox looks for it in the frames of a trace)
         try:
             with self._quietly() if self._is_loud() else contextlib.nullcontext():
                 outcome = self._step(*given, **named)

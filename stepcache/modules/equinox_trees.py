@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import GetAttrKey, keystr
 
-from stepcache.calls.layers import definition_of, function_name
+from stepcache.calls.layers import function_name, layers_of
 from stepcache.jaxcompat.callbacks import calls_back
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules
 
@@ -143,9 +143,7 @@ def partitioned(tree: Any, is_array: Callable[[Any], bool] = eqx.is_array) -> Mo
     leaves, treedef = jax.tree.flatten(tree)
     are_arrays = list(map(is_array, leaves))
     statics = tuple(
-        (number, type(leaf), leaf)
-        for number, leaf in enumerate(leaves)
-        if not are_arrays[number]
+        (number, type(leaf), leaf) for number, leaf in enumerate(leaves) if not are_arrays[number]
     )
     return ModuleState(TreeStructure(treedef, statics), list(compress(leaves, are_arrays)))
 
@@ -210,7 +208,9 @@ def over_trees(fun: Any, signature: inspect.Signature) -> OverTrees:
     `seqx.step(model)`, made anew in each epoch, is traced once.
     """
     is_plain = isinstance(fun, types.FunctionType)
-    definition = fun if is_plain else definition_of(fun) or type(fun)
+    layers = [fun] if is_plain else list(layers_of(fun))
+    functions = (each for each in reversed(layers) if isinstance(each, types.FunctionType))
+    definition = next(functions, type(fun))
     parameters = tuple((each.name, each.kind) for each in signature.parameters.values())
     name = function_name(fun)
     made = _made.setdefault(definition, {})
