@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -55,7 +55,7 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
 
     __wrapped__: Callable[P, R]
     _made_by = "stepcache.equinox.step"
-    _callable: tuple[Any] | None = None  # What the program takes for `__wrapped__`, once asked for.
+    _callable: tuple | None = None  # The program's argument for `__wrapped__`, if there is one.
 
     def __init__(self, fun: Callable[P, R], donate: str, options: dict[str, Any]):
         of_equinox = {name: value for name, value in options.items() if name not in _OF_STEP}
@@ -79,7 +79,7 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
             return self._run_by_equinox(args, kwargs)
         __equinox_jit_id__ = self._id  # noqa: F841  (equinox looks for it in the frames of a trace)
         try:
-            with self._quietly() if self._is_loud() else contextlib.nullcontext():
+            with self._suppressed():
                 outcome = self._step(*given, **named)
                 if outcome.about:  # It calls back: as in `filter_jit`, an error is this call's.
                     jax.block_until_ready(outcome)
@@ -89,19 +89,14 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
             raise eqx.EquinoxRuntimeError(_message(str(error), self._id)) from None
         return built(outcome.outputs)
 
-    def _is_loud(self) -> bool:
-        """Whether a call may print what `filter_jit` does not."""
-        return self._ignores_donation or self._over.has_called_back is not False
+    def _suppressed(self) -> contextlib.AbstractContextManager:
+        """Suppresses what `filter_jit` does: logs of errors that are raised, warnings of donation.
 
-    @contextlib.contextmanager
-    def _quietly(self):
-        """Errors that are raised are not logged too; as asked, nobody is warned of donation."""
-        with Undoing() as undoing, undoing:
-            _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
-            if self._ignores_donation:
-                warning = "Some donated buffers were not usable"
-                undoing.hold(_process_hooks.without_warnings(warning))
-            yield
+        No logs where no program of the step calls back, because this takes some microseconds.
+        """
+        logs = self._over.has_called_back is not False
+        warnings = self._ignores_donation
+        return _suppressed(logs, warnings) if logs or warnings else contextlib.nullcontext()
 
     def _run_by_equinox(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         with in_mesh_of(current_scope()):
@@ -119,11 +114,10 @@ class FilterStep(ModuleStepBase, Generic[P, R]):
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         if self._callable is None:
-            takes_it = self._over.takes_callable
-            self._callable = (self._partition(self.__wrapped__),) if takes_it else ()
-        args = tuple(self._partition(each, is_array) for each in args)
-        named = {name: self._partition(each, is_array) for name, each in kwargs.items()}
-        return self._callable + args, named
+            taken = [self.__wrapped__] if self._over.takes_callable else []
+            self._callable = tuple(map(self._partition, taken))
+        args = (*self._callable, *(self._partition(each, is_array) for each in args))
+        return args, {name: self._partition(each, is_array) for name, each in kwargs.items()}
 
     def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return self._arguments(args, kwargs, is_array_or_shape)
@@ -170,19 +164,31 @@ class _Shared:
         self.attributes = attributes
 
     def __eq__(self, other: object) -> bool:
-        is_one = isinstance(other, _Shared)
-        return is_one and self.attributes["_step"] is other.attributes["_step"]
+        return isinstance(other, _Shared) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(id(self.attributes["_over"]))
 
     def __repr__(self) -> str:
         return repr(self.attributes["_step"])
 
-    def __hash__(self) -> int:
-        return id(self.attributes["_step"])
+    def _parts(self) -> tuple:
+        return id(self.attributes["_over"]), self.attributes["_options"]
 
 
 jax.tree_util.register_pytree_with_keys(
     _OverCallable, _OverCallable._flattened, _OverCallable._unflattened
 )
+
+
+@contextlib.contextmanager
+def _suppressed(logs: bool, warnings: bool) -> Iterator[None]:
+    with Undoing() as undoing, undoing:
+        if logs:
+            _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
+        if warnings:
+            undoing.hold(_process_hooks.without_warnings("Some donated buffers were not usable"))
+        yield
 
 
 def _make(fun: Callable, options: dict[str, Any]) -> FilterStep:
@@ -212,7 +218,8 @@ def _message(text: str, call_id: bytes) -> str:
     """What `filter_jit` says of an error of `eqx.error_if`: with the stack inside of the step."""
     message = text.partition("_EquinoxRuntimeError: ")[2].partition("\n\n\n---")[0]
     try:
-        message, stack = _jit.last_error_info
+        info: Any = _jit.last_error_info
+        message, stack = info
         inner = itertools.takewhile(lambda each: each != call_id, stack)
         lines = reversed([each for each in inner if isinstance(each, str)])
         return _jit._on_error_msg.format(msg=message, stack="".join(lines))

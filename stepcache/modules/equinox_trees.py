@@ -75,7 +75,7 @@ class TreeStructure:
     def _outlined(self) -> Any:
         return self.built([_ARRAY] * (self.tree.num_leaves - len(self.statics)))
 
-    def paths(self) -> list[GetAttrKey]:
+    def paths(self) -> list[Any]:
         """The path of each array, in order."""
         leaves = jax.tree_util.tree_flatten_with_path(self._outlined())[0]
         return [_LeafPath(keys) for keys, leaf in leaves if leaf is _ARRAY]
@@ -175,27 +175,27 @@ class OverTrees(OverModules):
         if self.takes_callable:
             free = "self" if "self" not in signature.parameters else "_self"
             parameters.insert(0, inspect.Parameter(free, inspect.Parameter.POSITIONAL_ONLY))
-        # Without the defaults and annotations, which may refer to the function.
-        self.__signature__ = inspect.Signature(
-            each.replace(
-                annotation=each.empty,
-                default=each.empty if each.default is each.empty else None,
-            )
-            for each in parameters
-        )
+        self.__signature__ = inspect.Signature([_without_values(each) for each in parameters])
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "__wrapped__":
-            return self._definition()
-        raise AttributeError(name)
+    @property
+    def __wrapped__(self) -> Any:
+        return self._definition()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
-        args, kwargs = map(built, args), {name: built(value) for name, value in kwargs.items()}
-        fun = next(args) if self.takes_callable else self.__wrapped__
-        outputs = fun(*args, **kwargs)
+        given = list(map(built, args))
+        fun = given.pop(0) if self.takes_callable else self.__wrapped__
+        outputs = fun(*given, **{name: built(value) for name, value in kwargs.items()})
         may_raise = calls_back()
         self.has_called_back = bool(self.has_called_back) or may_raise
         return Outcome(may_raise, ((), partitioned(outputs)))
+
+
+def _without_values(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter without its default and annotation, which may refer to the function."""
+    is_required = parameter.default is parameter.empty
+    return parameter.replace(
+        default=parameter.empty if is_required else None, annotation=parameter.empty
+    )
 
 
 _made: weakref.WeakKeyDictionary[Any, dict[tuple, OverTrees]] = weakref.WeakKeyDictionary()
