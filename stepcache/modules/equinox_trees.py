@@ -16,17 +16,14 @@ from jax.tree_util import GetAttrKey, keystr
 
 from stepcache.calls.layers import function_name, layers_of
 from stepcache.jaxcompat.callbacks import calls_back
-from stepcache.modules.module_state import ModuleState, Outcome, OverModules
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, text_of
 
 _ARRAY = object()  # Stands for an array in a tree that is only looked at.
 _STRUCTURES_PER_STEP = 256
 
 
 class _LeafPath(GetAttrKey):
-    """Path of a leaf in an argument: `layers/3/weight` for rules, JAX's `.layers[3].weight` else.
-
-    `text` is JAX's.
-    """
+    """Path of a leaf in an argument: `layers/3/weight` for rules, and JAX's text for messages."""
 
     def __init__(self, keys: tuple):
         super().__init__(keystr(keys, simple=True, separator="/"))
@@ -83,7 +80,7 @@ class TreeStructure:
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: other leaves, static fields, classes of modules; by path."""
         return {
-            keystr(keys, simple=True, separator="/"): _text(value)
+            keystr(keys, simple=True, separator="/"): text_of(value)
             for keys, value in _settings(self._outlined(), ())
         }
 
@@ -103,13 +100,6 @@ def _settings(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
             yield from _settings(leaf, (*keys, *inner))
         elif leaf is not _ARRAY:
             yield (*keys, *inner), leaf
-
-
-def _text(value: Any) -> str:
-    """A text that differs for values that differ, as two functions that `jax.jit` made of one."""
-    text, address = repr(value), hex(id(value))
-    is_compared_by_identity = type(value).__hash__ is object.__hash__
-    return text if not is_compared_by_identity or address in text else f"{text} at {address}"
 
 
 def is_array_or_shape(x: Any) -> bool:

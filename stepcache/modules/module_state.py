@@ -37,6 +37,13 @@ def is_state(x: Any) -> bool:
     return isinstance(x, ModuleState)
 
 
+def text_of(value: Any) -> str:
+    """A text that differs for values that differ, as two functions that `jax.jit` made of one."""
+    text, address = repr(value), hex(id(value))
+    is_compared_by_identity = type(value).__hash__ is object.__hash__
+    return f"{text} at {address}" if is_compared_by_identity and address not in text else text
+
+
 class Outcome:
     """What a program over modules returns."""
 

@@ -16,7 +16,7 @@ from flax.nnx import extract, graphlib
 
 from stepcache.calls.layers import function_name
 from stepcache.calls.signature import AttributePath
-from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state, text_of
 from stepcache.modules.nnx_variables import is_module, is_reference, set_values
 
 
@@ -50,12 +50,12 @@ class GraphStructure:
         found: dict[str, str] = {}
         for path, item in self.items():
             if isinstance(item, graphlib.Static) and not str(path[-1]).startswith("_pytree__"):
-                found[_text(path)] = repr(item.value)
+                found[_text(path)] = text_of(item.value)
             elif isinstance(item, graphlib.NodeDef | graphlib.VariableDef):
-                found[_text(path)] = repr(item.type)
+                found[_text(path)] = text_of(item.type)
             if isinstance(item, graphlib.VariableDef):
                 named = item.metadata.items()
-                found.update((_text((*path, name)), repr(value)) for name, value in named)
+                found.update((_text((*path, name)), text_of(value)) for name, value in named)
         return found
 
     def items(self) -> Iterator[tuple[tuple, Any]]:

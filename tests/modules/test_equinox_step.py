@@ -108,6 +108,15 @@ def test_a_function_is_entered_as_often_as_under_filter_jit(make_callable):
     assert counts[0] == counts[1] > 0
 
 
+@BOTH
+def test_a_step_made_anew_is_the_same_argument(jit):
+    train, traced = counted(jit, lambda model, x: model(x))
+    for epoch in range(3):
+        train(jit(make()), X)
+        train(jit(Scaled(jnp.ones(3) * epoch, None, jax.nn.relu, 1)), X)
+    assert len(traced) == 1
+
+
 def test_a_step_keeps_no_function_alive():
     array = jnp.ones(3)
     step = seqx.step(lambda x: x + array)
