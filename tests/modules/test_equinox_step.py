@@ -348,7 +348,8 @@ def test_paths_in_containers_are_those_of_jax():
     step.warm({"x": [X]}, flag=1)
     text = str(step.explain({"x": [X[:2]]}, flag=1.0))
     assert "batch['x'][0]: float32[4,3] → float32[2,3]" in text
-    assert "flag: 1 → 1.0" in text
+    if jaxcompat.PRIVATE_API:  # Else it is unknown where structures differ.
+        assert "flag: 1 → 1.0" in text
 
 
 def test_a_step_over_a_module_is_a_tree_of_its_arrays():

@@ -514,8 +514,7 @@ def test_the_stages_are_those_of_flax():
     assert "dot_general" in str(step.trace(model, X).traced.jaxpr)
 
 
-@pytest.mark.parametrize("options", MODES)
-def test_what_another_thread_changes_during_a_call_is_seen_by_the_next(options):
+def test_what_another_thread_changes_during_a_call_is_seen_by_the_next():
     model, tracing, changed = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), threading.Event(), []
 
     def call(model):
@@ -530,7 +529,7 @@ def test_what_another_thread_changes_during_a_call_is_seen_by_the_next(options):
         changed.append(True)
 
     model.power, model.bias[...] = 2, jnp.ones(8)
-    thread, step = threading.Thread(target=change), snnx.step(call, **options)
+    thread, step = threading.Thread(target=change), snnx.step(call)
     thread.start()
     step(model)
     thread.join()
