@@ -28,6 +28,7 @@ from equinox import _jit
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
+from stepcache.jaxcompat.callbacks import LOG_OF_CALLBACKS
 from stepcache.modules.equinox_trees import (
     OverTrees,
     Partitioned,
@@ -185,7 +186,7 @@ jax.tree_util.register_pytree_with_keys(
 def _suppressed(logs: bool, warnings: bool) -> Iterator[None]:
     with Undoing() as undoing, undoing:
         if logs:
-            _process_hooks.without_log(undoing, *jaxcompat.LOG_OF_CALLBACKS)
+            _process_hooks.without_log(undoing, *LOG_OF_CALLBACKS)
         if warnings:
             undoing.hold(_process_hooks.without_warnings("Some donated buffers were not usable"))
         yield

@@ -1,4 +1,4 @@
-"""Whether the function that is being traced calls back into Python when its program runs."""
+"""Callbacks into Python: whether a trace has one, and what JAX logs when one raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import core
+
+LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
+"""Logger and message of an error in a callback, which is raised as well."""
 
 _CALLBACKS = frozenset(("pure_callback", "io_callback"))
 
