@@ -250,7 +250,7 @@ class Engine:
         miss, store = self.miss_log.why(request), scope.cache.store()
         if store is None:
             return miss, None
-        described = describe(self.spec, request)
+        described = describe(self.resolver.label, request)
         prediction = store.predictions.find(described.label, described.signature)
         if prediction is not None:
             is_there = store.disk.holds("program", prediction.program)

@@ -54,7 +54,7 @@ from stepcache.jaxcompat.inspection import (
     captured_arrays,
     devices_text,
     live_backend,
-    module_text,
+    module_outline,
     process_environment,
     sharding_text,
 )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from stepcache._changes import Shared, Undoing
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -339,6 +340,12 @@ class Staged:
             names = self.jaxpr.debug_info.safe_arg_names(len(types))
             about = (name, error.args[0], types, "jit", names)
             raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
+
+    def module_text(self) -> Callable[[], str]:
+        """Gives what was lowered as text with locations; it holds on to no array of the trace."""
+        if not PRIVATE_API:
+            return functools.partial(self.lowered.as_text, debug_info=True)
+        return functools.partial(self.lowered.stablehlo().operation.get_asm, enable_debug_info=True)
 
     def compile(self, obtain: Callable[[Compilation], Any] | None = None) -> Runnable:
         """Makes a program of what was lowered, with the executable that `obtain` gives.

@@ -102,6 +102,7 @@ class Ranks(Protocol):
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
     ) -> tuple[Any, str]:
         """The executable, and where it was: one process has or compiles it, the others load it."""
+        ...
 
     def conclude(self) -> None:
         """Waits until all have the program. Raises `AgreementError` if one has not."""
@@ -112,7 +113,7 @@ class Built:
     """A program that was just built, and what its publication needs."""
 
     program: Program
-    staged: jaxcompat.Staged
+    module: Callable[[], str]  # Gives the lowered module as text, with locations.
     building: Building | None = None  # The lock under which it was compiled.
     data: bytes = b""  # The executable, where it was serialized here or on another rank.
 
@@ -123,7 +124,7 @@ def build(
     stopwatch: Stopwatch,
     held: Callable[[jaxcompat.Compilation], Any],
     store: ProgramStore | None,
-    before_compiling: Callable[[jaxcompat.Staged, str], None],
+    before_compiling: Callable[[Callable[[], str], str], None],
     ranks: Ranks | None = None,
 ) -> Built:
     """Builds the program of a call.
@@ -135,8 +136,8 @@ def build(
         held: the executable of a module that this process holds already, as of the same step made
             anew; or None.
         store: the executables outside this process; None where there are none.
-        before_compiling: called with the trace and the digest when XLA has to compile; it may
-            raise.
+        before_compiling: called when XLA has to compile, with what gives the lowered module as
+            text, and the digest; it may raise.
         ranks: the other processes of a pod.
 
     Raises:
@@ -152,7 +153,7 @@ def build(
         nonlocal source, digest, building
         digest = compilation.digest
         if ranks is not None:
-            executable, source = ranks.obtain(compilation, lambda: before_compiling(staged, digest))
+            executable, source = ranks.obtain(compilation, lambda: before_compiling(module, digest))
             return executable
         if (executable := held(compilation)) is not None:
             source = "memory"
@@ -166,7 +167,7 @@ def build(
         if found is not None:
             executable, source = found
             return executable
-        before_compiling(staged, digest)
+        before_compiling(module, digest)
         with stage("compile"):
             return compilation.compile()
 
@@ -181,6 +182,7 @@ def build(
                     raise NotHoldable
                 with stage("lower"):
                     staged.lower()
+            module = staged.module_text()
             if ranks is not None:
                 with stage("agree"):
                     ranks.agree(staged)
@@ -195,7 +197,7 @@ def build(
         raise
     captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
-    return Built(program, staged, building)
+    return Built(program, module, building)
 
 
 def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:

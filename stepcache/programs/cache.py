@@ -161,7 +161,7 @@ class ProgramCache:
             self.store()
 
     def store(self) -> ProgramStore | None:
-        """The programs outside this process, opened at the first use; None where there are to be none."""
+        """The programs outside this process, opened at the first use; None for none."""
         if not self._is_open:
             with self._opening:
                 if not self._is_open:

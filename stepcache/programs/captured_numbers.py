@@ -65,7 +65,10 @@ def _parts(value: Any) -> dict[str, Any]:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
     if isinstance(value, functools.partial):
-        return {"func": value.func, **dict(zip("0123456789", value.args, strict=False))} | value.keywords
+        return {
+            "func": value.func,
+            **dict(zip("0123456789", value.args, strict=False)),
+        } | value.keywords
     if isinstance(value, types.MethodType):
         return {"self": value.__self__, "function": value.__func__}
     if isinstance(value, tuple):

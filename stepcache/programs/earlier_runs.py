@@ -9,17 +9,17 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
-from stepcache.calls.layers import code_of, definition_of, step_label
+from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.origin import file_label, is_users_file
 from stepcache.calls.signature import Leaf, short_type, shorten
-from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.calls.step_spec import Request
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
 from stepcache.programs.module_difference import difference
@@ -45,8 +45,8 @@ class Described:
         return digest_of(self.call)
 
 
-def describe(spec: StepSpec, request: Request) -> Described:
-    """Describes a call. Holds on to none of its arrays."""
+def describe(label: str, request: Request) -> Described:
+    """Describes a call of the step of this label, by its paths and types, not by its values."""
     key, call = request.key, {}
     for path, leaf in zip(request.call.paths, request.leaves, strict=True):
         call[f"argument {path.text}"] = _leaf_text(leaf)
@@ -57,24 +57,24 @@ def describe(spec: StepSpec, request: Request) -> Described:
             call[f"option {name}"] = _text(value)
     call["mesh"] = _mesh_text(key)
     environment = {f"config {name}": _text(value) for name, value in key.environment}
-    return Described(step_label(spec.fun), call, environment | jaxcompat.process_environment())
+    return Described(label, call, environment | jaxcompat.process_environment())
 
 
-def prediction_of(spec: StepSpec, described: Described, program: Any, now: float) -> Prediction:
+def prediction_of(
+    described: Described, digest: str, devices: Sequence[Any], file: str, now: float
+) -> Prediction:
     """What the next run is to preload for a call.
 
     Args:
-        spec, described: the step, and the call.
-        program: the `Program` of the call.
+        described: the call.
+        digest, devices: of its program.
+        file: where the function of the step is; empty where it is in none.
         now: seconds since the epoch.
     """
-    devices = program.run.device_order
-    code = code_of(definition_of(spec.fun))
-    file = code.co_filename if code is not None and not code.co_filename.startswith("<") else ""
     return Prediction(
         described.label,
         described.signature,
-        program.digest,
+        digest,
         devices[0].platform if devices else "",
         [device.id for device in devices],
         file,
@@ -84,6 +84,12 @@ def prediction_of(spec: StepSpec, described: Described, program: Any, now: float
         "",
         now,
     )
+
+
+def file_of(fun: Any) -> str:
+    """The file of a step's function; empty where it is in none, as in a notebook."""
+    code = code_of(definition_of(fun))
+    return "" if code is None or code.co_filename.startswith("<") else code.co_filename
 
 
 def digest_of(facts: Mapping[str, str]) -> str:
@@ -133,7 +139,7 @@ def compared_with_earlier_run(
         before = store.module_of(row.program)
         found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:
-            changes, more = (*changes, found.change), found.more
+            changes, more = (*changes, *found.changes), found.more
     if not changes:
         return miss
     if is_first:

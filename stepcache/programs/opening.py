@@ -14,8 +14,7 @@ from stepcache import jaxcompat
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.programs.prediction import prediction_name
 from stepcache.programs.store import ProgramStore
-from stepcache.storage.directory import ROOT
-from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.disk_store import ROOT, DiskStore
 from stepcache.storage.private_files import absolute, default_directory
 from stepcache.storage.run_log import RunLog
 
@@ -91,9 +90,9 @@ def look_ahead() -> None:
     name another one.
     """
     is_script = hasattr(sys.modules.get("__main__"), "__file__")
-    path, opened = None, Future[ProgramStore | None]()
+    opened = Future[ProgramStore | None]()
 
-    def open_it() -> None:
+    def open_it(path: Path) -> None:
         try:
             store = open_store(path, DEFAULT_DISK_BYTES, 0.0)
             store.begin()
@@ -103,11 +102,13 @@ def look_ahead() -> None:
 
     with contextlib.suppress(Exception):
         path = default_directory() if is_script and jaxcompat.CAN_STORE else None
-        if path is not None and (
-            path / ROOT / "entries" / "prediction" / prediction_name()
-        ).exists():
+        if (
+            path is not None
+            and (path / ROOT / "entries" / "prediction" / prediction_name()).exists()
+        ):
             _opened_ahead[path] = opened
-            threading.Thread(target=open_it, name="stepcache preload", daemon=True).start()
+            name = "stepcache preload"
+            threading.Thread(target=open_it, args=(path,), name=name, daemon=True).start()
 
 
 def asked_place(remote: str | None, directory: Any) -> Place | str | None:

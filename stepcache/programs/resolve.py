@@ -20,6 +20,7 @@ from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.global_arguments import compare_call_values
 from stepcache.calls.key import Key
+from stepcache.calls.layers import step_label
 from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import RecompileError, RecompileWarning, warn
@@ -33,13 +34,13 @@ from stepcache.events import (
     StageStarted,
     recorder,
 )
-from stepcache.programs.build import Built as BuiltHere
 from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.captured_numbers import advice_on_remaking
 from stepcache.programs.earlier_runs import (
     Described,
     compared_with_earlier_run,
     describe,
+    file_of,
     prediction_of,
 )
 from stepcache.programs.miss_log import MissLog
@@ -50,6 +51,7 @@ from stepcache.units import readable_bytes
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
+_STAGES = ("trace", "lower", "compile")
 _SOURCES = {
     "compiled": "compiled",
     "memory": "traced, and runs the executable that this process has of the same module",
@@ -79,6 +81,7 @@ class Resolver:
 
     def __init__(self, spec: StepSpec, miss_log: MissLog):
         self._spec, self._miss_log = spec, miss_log
+        self.label, self._file = step_label(spec.fun), file_of(spec.fun)
         self._unsettled: dict[Key, _Settling] = {}
         self._not_compared: set[Key] = set()
 
@@ -99,61 +102,64 @@ class Resolver:
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
         miss, store = self._miss_log.why(request), scope.cache.store()
         warn_of_carried_module(self._spec, request.call)
-        described = _Once(functools.partial(describe, self._spec, _without_arrays(request)))
+        # It is to outlive the call, and holds on to no array and to nothing of the step.
+        described = _Once(functools.partial(describe, self.label, _without_arrays(request)))
+        explained = functools.partial(_explained, miss, store, described)
 
-        def explained(staged: jaxcompat.Staged, digest: str) -> Miss:
-            """The miss, with what differs from the program that an earlier run compiled."""
-            if store is None:
-                return miss
-            module = functools.partial(_module_text, staged)
-            try:
-                return compared_with_earlier_run(miss, store, described(), digest, module)
-            except Exception:
-                _log.exception("%s is not compared with earlier runs", name)
-                return miss
-
-        def before_compiling(staged: jaxcompat.Staged, digest: str) -> None:
+        def before_compiling(module: Callable[[], str], digest: str) -> None:
             if not explicit:
-                self.judge(scope, miss, lambda: explained(staged, digest))
+                self.judge(scope, miss, lambda: explained(module, digest))
 
         peers = scope.together(request.ranks)
         try:
             if peers is None:
                 held = scope.cache.executable
-                built = build(
-                    self._spec, request, stopwatch, held, store, before_compiling
-                )
+                built = build(self._spec, request, stopwatch, held, store, before_compiling)
             else:
                 from stepcache.programs.pods.shared_build import build_together
 
-                built, compared = build_together(
-                    self._spec, request, stopwatch, scope.cache, before_compiling, peers,
-                    described(), miss.in_a_line,
-                )
-                if not compared:
+                about = described(), miss.in_a_line
+                arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
+                built, has_compared = build_together(*arguments, *about)
+                if not has_compared:
                     self._not_compared.add(request.key)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        program, advice = built.program, ()
         call_seconds = time.perf_counter() - started
         own_seconds = call_seconds - sum(stopwatch.seconds.values())
-        program, settled = self._settled(request, program)
+        program, settled = self._settled(request, built.program)
+        remade = ""
         if miss.number == 1 and self._miss_log.making.place:
-            advice = (advice_on_remaking(self._miss_log.making.place, self._spec.fun),)
-        remote = store.remote if store is not None else None
-        remote_bytes = remote.taken(program.digest) if remote and program.source == "remote" else None
+            remade = advice_on_remaking(self._miss_log.making.place, self._spec.fun)
+        remote = store.remote if store is not None and program.source == "remote" else None
+        remote_bytes = remote.taken(program.digest) if remote is not None else None
         complete = functools.partial(
-            _completed, program=program, advice=(*advice, settled), remote_bytes=remote_bytes,
-            called_time=time.time() - call_seconds, why_not=_why_not_stored(program),
+            _completed,
+            about=_About.of(program, remote_bytes),
+            advice=tuple(filter(None, (remade, settled))),
+            called_time=time.time() - call_seconds,
         )
+        final: Callable[[], Miss] = functools.partial(complete, miss)
         if program.source == "compiled":
-            final = _Once(lambda: complete(explained(built.staged, program.digest)))
-        else:
-            final = _Once(lambda: complete(miss))
+            module, digest = built.module, program.digest
+            final = _Once(lambda: complete(explained(module, digest)))
         if store is not None:
             self._unsettled[request.key] = _Settling(
-                self._spec, store, built, described, final, own_seconds
+                *(name, self._file, store, described, final),
+                Publication(
+                    program.digest,
+                    self.label,
+                    program.run.xla_executable,
+                    built.module,
+                    program.seconds,
+                    program.captured,
+                    built.building,
+                    built.data,
+                ),
+                program.source,
+                program.run.device_order,
+                _why_not_stored(program),
             )
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
@@ -203,8 +209,9 @@ class Resolver:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
         self._miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
         if is_compiled:
-            stages = (seconds.get(stage, 0.0) for stage in ("trace", "lower", "compile"))
-            recorder.emit(Built(name, build_id, miss, *stages, own_seconds, program.captured))
+            trace, lower, compile = (seconds.get(each, 0.0) for each in _STAGES)
+            about = trace, lower, compile, own_seconds, program.captured
+            recorder.emit(Built(name, build_id, miss, *about))
         else:
             source, stages = program.source, dict(seconds)
             recorder.emit(Loaded(name, build_id, miss, source, stages, own_seconds, remote_bytes))
@@ -226,7 +233,7 @@ class Resolver:
     ) -> None:
         """Records a program that other processes run, and that this one traced."""
         program = Program(request.key, None, (), seconds)  # type: ignore[arg-type]
-        miss = _completed(miss, program)
+        miss = _completed(miss, _About.of(program))
         self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
@@ -258,102 +265,115 @@ class Resolver:
 class _Settling:
     """Stores a program and logs its miss; then notes it for the next run, and times its first run.
 
-    Called by the store's worker until it returns something else than `LATER`.
+    Called by the store's worker until it returns something else than `LATER`. It holds on to
+    nothing of the step, which may be freed before.
     """
 
-    spec: StepSpec
+    name: str
+    file: str  # Where the function of the step is.
     store: ProgramStore
-    built: BuiltHere
     described: Callable[[], Described]
     miss: Callable[[], Miss]
-    own_seconds: float
+    publication: Publication
+    source: str  # Where the executable was, as in `Program`.
+    devices: Sequence[Any]
+    why_not: str  # Why it is not stored.
     look: Callable[[], Any] = lambda: None  # From `until_ready`.
     is_stored: bool = False
 
     def __call__(self) -> Any:
-        store, program, name = self.store, self.built.program, self.spec.name
-        described = self.described()
+        store, described, publication = self.store, self.described(), self.publication
         if not self.is_stored:
-            self.is_stored = True
-            why_not = _why_not_stored(program)
-            if (program.source == "compiled" or self.built.data) and not why_not:
-                why_not = store.publish(
-                    Publication(
-                        program.digest,
-                        described.label,
-                        program.run.xla_executable,
-                        functools.partial(_module_text, self.built.staged),
-                        program.seconds,
-                        program.captured,
-                        self.built.building,
-                        self.built.data,
-                    )
-                )
+            self.is_stored, why_not = True, self.why_not
+            if (self.source == "compiled" or publication.data) and not why_not:
+                why_not = store.publish(publication)
+            elif publication.building is not None:
+                store.release(publication.building)
             miss = self.miss()  # Before the prediction that it compares with is replaced.
             if not why_not:
-                now = time.time()
                 store.preloader.drop(described.label, described.signature)
-                prediction = prediction_of(self.spec, described, program, now)
-                store.note_use(prediction, described.environment)
-            event = "compiled" if program.source == "compiled" else "loaded"
-            store.log(
-                store.row(
-                    event,
-                    name,
-                    described.label,
-                    source=program.source,
-                    program="" if why_not else program.digest,
-                    seconds={stage: round(took, 4) for stage, took in program.seconds.items()},
-                    reason=miss.headline,
-                    changes=_plain((*miss.changes, *miss.stored)),
-                    not_stored=why_not,
-                    number=miss.number,
-                    called_time=round(miss.called_time, 4),
-                    advice=list(miss.advice),
-                )
+                about = publication.digest, self.devices, self.file, time.time()
+                store.note_use(prediction_of(described, *about), described.environment)
+            row = store.row(
+                "compiled" if self.source == "compiled" else "loaded",
+                self.name,
+                described.label,
+                source=self.source,
+                program="" if why_not else publication.digest,
+                seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
+                reason=miss.headline,
+                changes=_plain((*miss.changes, *miss.stored)),
+                not_stored=why_not,
+                number=miss.number,
+                called_time=round(miss.called_time, 4),
+                advice=list(miss.advice),
             )
+            store.log(row)
         seconds = self.look()
         if seconds is LATER:
             return None if store.worker.is_flushing else LATER
         if seconds is not None:
-            store.log(store.row("executed", name, described.label, seconds={"execute": seconds}))
+            took = {"execute": seconds}
+            store.log(store.row("executed", self.name, described.label, seconds=took))
         return None
+
+
+def _explained(
+    miss: Miss,
+    store: ProgramStore | None,
+    described: Callable[[], Described],
+    module: Callable[[], str],
+    digest: str,
+) -> Miss:
+    """A miss, with what differs from the program that an earlier run compiled."""
+    if store is None:
+        return miss
+    try:
+        return compared_with_earlier_run(miss, store, described(), digest, module)
+    except Exception:
+        _log.exception("%s is not compared with earlier runs", miss.step)
+        return miss
 
 
 def _without_arrays(request: Request) -> Request:
     """A request for `describe`, which needs paths and types, and no values."""
     call = dataclasses.replace(request.call, leaves=[], args=(), kwargs={}, given=((), {}))
     vars(call)["paths"] = request.call.paths
-    return dataclasses.replace(request, call=call)
-
-
-def _module_text(staged: jaxcompat.Staged) -> str:
-    return jaxcompat.module_text(staged.lowered, with_locations=True)
+    return dataclasses.replace(request, call=call, tell=lambda call: call)
 
 
 def _why_not_stored(program: Program) -> str:
-    why_not = jaxcompat.why_not_storable(program.run) if program.run is not None else ""
+    why_not = jaxcompat.why_not_storable(program.run)
     if not (why_not or program.digest):
         return "JAX had compiled it before in this process"
     return why_not
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _About:
+    """How a program was obtained, for its miss."""
+
+    remedy: str
+    captured: tuple[Captured, ...]
+    not_stored: str
+
+    @classmethod
+    def of(cls, program: Program, remote_bytes: int | None = None) -> _About:
+        remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
+        if program.source != "compiled":
+            size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
+            remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
+        why_not = _why_not_stored(program) if program.run is not None else ""
+        return cls(remedy, program.captured, why_not)
+
+
 def _completed(
-    miss: Miss,
-    program: Program,
-    advice: Sequence[str] = (),
-    remote_bytes: int | None = None,
-    called_time: float = 0.0,
-    why_not: str = "",
+    miss: Miss, about: _About, advice: Sequence[str] = (), called_time: float = 0.0
 ) -> Miss:
     """A miss with how it was resolved."""
-    remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
-    if program.source != "compiled":
-        size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
-        remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
-    said = (*miss.advice, *map(_advise_on_capture, program.captured), *filter(None, advice))
+    said = (*miss.advice, *map(_advise_on_capture, about.captured), *advice)
     return dataclasses.replace(
-        miss, advice=said, not_stored=why_not, remedy=remedy, called_time=called_time
+        miss, advice=said, not_stored=about.not_stored, remedy=about.remedy, called_time=called_time
     )
 
 

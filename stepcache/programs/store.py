@@ -28,7 +28,7 @@ from stepcache.programs.prediction import (
     programs_in,
 )
 from stepcache.programs.worker import LATER, Worker
-from stepcache.storage.building import BuildLock, Building
+from stepcache.storage.building import Building, BuildLock
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
 
@@ -192,10 +192,11 @@ class ProgramStore:
                 )
             except jaxcompat.NotStorable as error:
                 return str(error)
+            captured = [[each.name, each.type, each.size_bytes] for each in publication.captured]
             about = {
                 "label": publication.label,
                 "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
-                "captured": [[each.name, each.type, each.size_bytes] for each in publication.captured],
+                "captured": captured,
                 "module": zlib.compress(publication.module().encode(), 1),
             }
             if not self.disk.publish("program", publication.digest, about, serialized):

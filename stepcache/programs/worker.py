@@ -132,11 +132,11 @@ class Worker:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                jobs = list(self._jobs)
+                jobs = collections.deque(self._jobs)
             done = 0
-            for job in jobs:
+            while jobs:  # Emptied, so that what a job holds is free when it is over.
                 tracing.wait_until_over(lambda: self._waiting)
-                done += self._try(job)
+                done += self._try(jobs.popleft())
             if not done:
                 time.sleep(_POLL_SECONDS)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from stepcache import jaxcompat
@@ -50,7 +49,7 @@ def build_together(
     request: Request,
     stopwatch: Stopwatch,
     cache: Any,
-    before_compiling: Callable[[jaxcompat.Staged, str], None],
+    before_compiling: Callable[[Callable[[], str], str], None],
     peers: Peers,
     described: Described,
     reason: str,
@@ -147,7 +146,7 @@ class _Together:
 
     def agree(self, staged: jaxcompat.Staged) -> None:
         self._staged, program = staged, jaxcompat.digest_of(staged)
-        module, store = jaxcompat.module_text(staged.lowered), self._store
+        module, store = jaxcompat.module_outline(staged.lowered), self._store
         holds = directory = ""
         if self._cache.holds_module(program):
             holds = "memory"
@@ -181,13 +180,10 @@ class _Together:
         sides = [ranks_in(spans) for spans in decision.sides]
         speakers, staged = (sides[0][0], sides[1][0]), self._staged
         assert staged is not None
-
-        def own_text() -> str:
-            return jaxcompat.module_text(staged.lowered, with_locations=True)
-
-        texts = self._round.explained_by("module text", speakers, own_text)
-        found = difference(*(texts[rank] for rank in speakers), is_users_file, file_label)
-        changes = (found.change,) if found is not None else ()
+        texts = self._round.explained_by("module text", speakers, staged.module_text())
+        one, other = (texts[rank] for rank in speakers)
+        found = difference(one, other, is_users_file, file_label)
+        changes = list(found.changes) if found is not None else []
         lines = [by_rank(change, sides[0], sides[1]) for change in changes]
         if found is not None and found.more:
             lines.append(f"and {found.more} more places")
@@ -210,7 +206,9 @@ class _Together:
         if roles is not None and roles.compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
         rank, receivers = self._round.rank, ranks_in(roles.receivers) if roles else []
-        if roles is not None and rank == roles.leader:
+        if roles is None:
+            return self._alone(compilation, before_compiling)
+        if rank == roles.leader:
             return self._lead(compilation, before_compiling, len(receivers))
         if rank in receivers:
             with stage("wait"):
@@ -259,7 +257,7 @@ class _Together:
         finally:
             if receivers:  # They wait for it, or then compile for themselves.
                 with self._stopwatch.stage("give"):
-                    self._round.channel.send("program", packed, receivers)
+                    self._round.channel.send("program", packed)
         return executable, source
 
     def _serialize(self, digest: str, executable: Any) -> None:
@@ -273,9 +271,10 @@ class _Together:
             return
         if roles.shares_directory and store is not None:
             seconds = dict(self._stopwatch.seconds)
-            text = jaxcompat.module_text(staged.lowered, with_locations=True)
-            publication = Publication(digest, self._label, executable, lambda: text, seconds)
-            self.is_published = not store.publish(replace(publication, data=self.data))
+            publication = Publication(
+                digest, self._label, executable, staged.module_text(), seconds, data=self.data
+            )
+            self.is_published = not store.publish(publication)
 
     def conclude(self) -> None:
         """Waits until all have the program. Raises `AgreementError` if one has not."""
