@@ -52,12 +52,14 @@ def describe(label: str, request: Request) -> Described:
         call[f"argument {path.text}"] = _leaf_text(leaf)
     for static in key.signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
-    for name, value in key.options:
-        if value not in (None, ()):
-            call[f"option {name}"] = _text(value)
+    options = {name: value for name, value in key.options if value not in (None, ())}
+    if "carry" in options:  # What is donated follows from it.
+        options = {name: value for name, value in options.items() if name[:7] != "donate_"}
+    call |= {f"option {name}": _text(value) for name, value in options.items()}
     call["mesh"] = _mesh_text(key)
-    environment = {f"config {name}": _text(value) for name, value in key.environment}
-    return Described(label, call, environment | jaxcompat.process_environment())
+    # The settings are those of the call; this may run in another thread.
+    settings = {f"config {name}": _text(value) for name, value in key.environment}
+    return Described(label, call, jaxcompat.process_environment() | settings)
 
 
 def prediction_of(
