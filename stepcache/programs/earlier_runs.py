@@ -17,11 +17,11 @@ import jax
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
-from stepcache.calls.origin import file_label, is_users_file
 from stepcache.calls.signature import Leaf, short_type, shorten
 from stepcache.calls.step_spec import Request
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
+from stepcache.origin import file_label, is_users_file
 from stepcache.programs.module_difference import difference
 from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore

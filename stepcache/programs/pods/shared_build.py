@@ -14,13 +14,13 @@ from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls.global_arguments import replicated_host_values
-from stepcache.calls.origin import file_label, is_users_file
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in
 from stepcache.distributed.peers import Peers
 from stepcache.distributed.replicas import compare, digest_of
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
+from stepcache.origin import file_label, is_users_file
 from stepcache.programs.build import Built, Stopwatch, build
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
