@@ -13,7 +13,6 @@ from stepcache.errors import first_line, warn
 DETAILS = {"where": "here", "expected": "this", "got": "that", "hint": "another"}
 ERRORS = [
     sc.OptionError("an option", **DETAILS),
-    sc.StaleProgramError("a program", (sc.Change("code", "f", "1", "2"),), **DETAILS),
     sc.RecompileError("a call", sc.Miss("f", 1, "first call"), **DETAILS),
     sc.TransferBudgetError("a call", 3, 2, **DETAILS),
     sc.AgreementError("ranks", (), ((0,), (1,)), **DETAILS),

@@ -137,24 +137,6 @@ def test_variables_as_a_batch_stay_where_they_are(mesh):
         assert where(step, table, ROWS) == {"table/w": there, "batch": SPLIT}
 
 
-def test_programs_on_disk_are_looked_up_by_roles_too(mesh, tmp_path):
-    """Also where the placement does not show them: the user has placed these arrays."""
-    placed = jax.device_put(ROWS, jax.sharding.NamedSharding(mesh, P()))
-    traces = []
-    for name in ("x", "y", "y"):
-        cache = sc.ProgramCache(tmp_path / "programs", verify="off")
-
-        @sc.step(batch=name)
-        def step(x, y):
-            return x + y
-
-        with sc.Session(mesh, cache=cache):
-            step(placed, placed)
-        cache.flush()
-        traces.append(step.stats().traces)
-    assert traces == [1, 1, 0]
-
-
 # ---- what cannot be --------------------------------------------------------------------------
 
 

@@ -95,15 +95,15 @@ def test_what_is_warmed_serves_where_nothing_may_be_built():
 
 
 @pytest.mark.parametrize("start", [begin, lambda: jax.tree.map(jnp.asarray, begin())])
-def test_the_next_process_traces_nothing(start, tmp_path):
-    for traces in (1, 0):
-        cache = sc.ProgramCache(directory=tmp_path, verify="off")
+def test_the_next_process_compiles_nothing(start, tmp_path):
+    for compiles in (1, 0):
+        cache = sc.ProgramCache(directory=tmp_path)
         step, state = sc.step(train_step, carry="state"), start()
-        with sc.Session(cache=cache, on_miss="compile" if traces else "warn"):
+        with sc.Session(cache=cache, on_miss="compile" if compiles else "error"):
             for _ in range(3):
                 state, _ = step(state, X)
         cache.flush()
-        assert (step.stats().misses, step.stats().traces) == (1, traces)
+        assert (step.stats().misses, step.stats().compiles) == (1, compiles)
         jax.clear_caches()
 
 

@@ -19,7 +19,7 @@ _numbers = itertools.count(1)
 
 
 def program(size_bytes=1):
-    return SimpleNamespace(size_bytes=size_bytes, settled_key=None)
+    return SimpleNamespace(size_bytes=size_bytes, settled_key=None, digest="")
 
 
 def never():
@@ -205,6 +205,7 @@ class Settling:
     settled_key: str
     size_bytes: int = 4
     key: str = "weak"
+    digest: str = ""
 
 
 def test_what_serves_another_key_too_leaves_the_program_that_is_there():

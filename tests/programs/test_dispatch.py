@@ -25,7 +25,7 @@ def no_more_builds(monkeypatch):
         def refuse(*args, **kwargs):
             raise AssertionError("built")
 
-        monkeypatch.setattr("stepcache.programs.levels.build", refuse)
+        monkeypatch.setattr("stepcache.programs.resolve.build", refuse)
 
     return start
 

@@ -48,7 +48,7 @@ def test_a_step_made_in_each_pass_of_a_loop_is_named():
     for number, (hint,) in enumerate(found[1:], 2):
         assert f"this is step {number} made from the function at " in hint
         assert f"{HERE}:{line_of(made)} in this process" in hint
-        assert "traced and compiled, unless" in hint and "before the loop" in hint
+        assert "and compiled unless its module is the same" in hint and "before the loop" in hint
     assert f"hint: {found[2][0]}" in str(step.last_miss)
 
 

@@ -14,18 +14,16 @@ def report() -> None:
     """Writes one record for each program that the process came by, in order."""
     if "stepcache" not in sys.modules:
         return
-    from stepcache.events import BuildFailed, Built, Loaded, Verified, recorder
+    from stepcache.events import BuildFailed, Built, Loaded, recorder
 
     programs = []
     for event in recorder.recent(object):
         if isinstance(event, Built | Loaded):
-            loaded = isinstance(event, Loaded)
-            how = ("traced" if event.traced else "loaded") if loaded else "compiled"
+            how = event.source if isinstance(event, Loaded) else "compiled"
             about = {"step": event.step, "how": how, "miss": str(event.miss)}
             programs.append(about | {"reason": event.miss.reason})
     failures = [str(event) for event in recorder.recent(BuildFailed)]
-    stale = [str(event) for event in recorder.recent(Verified) if not event.agrees]
-    record = {"programs": programs, "failures": failures, "stale": stale}
+    record = {"programs": programs, "failures": failures}
     Path(os.environ["STEPCACHE_TEST_REPORT"]).write_text(json.dumps(record))
 
 
