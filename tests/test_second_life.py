@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from stepcache.storage.directory import ROOT
 
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Built, Loaded, recorder
-from stepcache.storage.directory import ROOT
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"

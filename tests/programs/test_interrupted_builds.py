@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from stepcache.fingerprint import active_recordings, jax_alone, recorder, shared_traces
 
 import stepcache as sc
 from stepcache import _changes, _process_hooks
-from stepcache.fingerprint import active_recordings, jax_alone, recorder, shared_traces
 from stepcache.jaxcompat import contexts, hooks, storing
 from stepcache.programs import background, build, builds, levels, recorded_trace, resolve
 from stepcache.report import progress
