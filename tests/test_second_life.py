@@ -343,7 +343,7 @@ OPTIONS = [
     (', carry="state"', "", "carry: ('state',) → absent"),
     ("", ", donate_argnums=0", "donate_argnums: absent → 0"),
     (", donate_argnums=(0,)", ", donate_argnums=1", "donate_argnums: (0,) → 1"),
-    ("", ', donate_argnames=["batch"]', "donate_argnames: absent → ['batch']"),
+    ("", ', donate_argnames=["batch"]', "donate_argnames: absent → ('batch',)"),
 ]
 
 

@@ -52,9 +52,10 @@ def describe(label: str, request: Request) -> Described:
         call[f"argument {path.text}"] = _leaf_text(leaf)
     for static in key.signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
-    roles = {name: value for name, value in key.options if name in ("carry", "batch") and value}
-    for name, value in (roles | spec.given).items():  # And not what follows from a carry.
-        if value is not None:
+    options = dict(key.options)
+    for name, value in options.items():
+        follows_from_carry = options["carry"] and name.startswith("donate_arg")
+        if value not in (None, ()) and not follows_from_carry:
             call[f"option {name}"] = _text(value)
     call["mesh"] = _mesh_text(key)
     environment = {f"config {name}": _text(value) for name, value in key.environment}

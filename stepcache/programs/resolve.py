@@ -145,7 +145,7 @@ class Resolver:
             advice=tuple(filter(None, (remade, settled))),
             called_time=time.time() - call_seconds,
         )
-        final: Callable[[], Miss] = functools.partial(complete, miss)
+        final = _Once(functools.partial(complete, miss))
         if program.source == "compiled":
             module, digest = built.module, program.digest
             final = _Once(lambda: complete(explained(module, digest)))
