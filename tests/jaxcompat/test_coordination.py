@@ -18,8 +18,14 @@ from stepcache.distributed.replicas import differing
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import LimitedService, Service, Unreachable, call_in_thread
-from stepcache.programs.pods.lowered import merge_lowered
-from stepcache.programs.pods.roles import CallReport, Decision, decide
+from stepcache.programs.pods.reports import (
+    CallDecision,
+    CallReport,
+    ModuleDecision,
+    ModuleReport,
+    decide_on_calls,
+    decide_on_modules,
+)
 from stepcache.storage import plain
 
 
@@ -128,49 +134,42 @@ def test_what_differs_does_not_grow_with_the_groups():
     assert list(differing({0: {"a": "1"}, 1: {"a": "2", "b": "1"}, 2: {"b": "2"}})) == ["a", "b"]
 
 
-def report(rank, **other):
-    fields = {
-        "label": "train",
-        "call": "call",
-        "code": "code",
-        "host": "host",
-        "directory": f"directory {rank}",
-        "has_programs": True,
-        "program": "",
-        "loads_untraced": True,
-        "values": "values",
-    }
-    return CallReport(**fields | other)
+def module_report(rank, **other):
+    fields = {"module": "m", "program": "p", "holds": "", "directory": f"directory {rank}"}
+    return ModuleReport(**fields | other)
 
 
 def decided(reports):
-    packed = decide({rank: each.packed() for rank, each in reports.items()})
-    return Decision.unpacked(packed), len(packed)
+    packed = decide_on_modules({rank: each.packed() for rank, each in reports.items()})
+    return ModuleDecision.unpacked(packed), len(packed)
 
 
 def test_the_first_rank_that_has_the_program_leads():
-    stored = {rank: report(rank, program="p" if rank in (2, 3) else "") for rank in range(5)}
-    decision, _ = decided(stored)
+    held = {2: "disk", 3: "disk", 4: "memory"}
+    decision, _ = decided({n: module_report(n, holds=held.get(n, "")) for n in range(5)})
     (roles,) = decision.roles.values()
-    assert (roles.leader, roles.builds, roles.followers, roles.asked) == (2, False, 3, [])
-    decision, _ = decided({rank: report(rank, directory=str(rank // 2)) for rank in range(5)})
-    (roles,) = decision.roles.values()
-    assert (roles.leader, roles.builds, roles.followers, roles.asked) == (0, True, 4, [2, 4])
+    assert (roles.leader, roles.compiles, roles.receivers) == (2, False, [[0, 1]])
+    for directory, shares in (("one", True), ("", False)):
+        decision, _ = decided({n: module_report(n, directory=directory) for n in range(5)})
+        (roles,) = decision.roles.values()
+        assert (roles.leader, roles.compiles, roles.shares_directory) == (0, True, shares)
+        assert roles.receivers == [[1, 4]]
+    assert decided({n: module_report(n, holds="memory") for n in range(5)})[0].roles == {}
 
 
 def test_a_decision_does_not_grow_with_the_ranks():
     """Also where each calls something else, captures its rank, and passes other values."""
-    for other in (
-        lambda rank: {},
-        lambda rank: {"call": f"call {rank}"},
-        lambda rank: {"code": f"code {rank}", "values": f"values {rank}"},
-        lambda rank: {"call": f"call {rank % 2}", "directory": f"{rank // 2}"},
-    ):
-        decision, size = decided({rank: report(rank, **other(rank)) for rank in range(4000)})
-        assert size < 2000 and len(decision.calls) <= MAX_SIDES
-        assert decision.compares_lowered == ("code" in other(0))
-    errors = {rank: plain.pack([f"{rank}", f"rank {rank} failed"]) for rank in range(4000)}
-    assert len(merge_lowered(errors)) < 500
+    for label, call, values in (("f", "c {}", "v"), ("f {}", "c", "v {}"), ("f", "c", "v {}")):
+        reports = {n: [each.format(n) for each in (label, call, values)] for n in range(4000)}
+        packed = decide_on_calls({n: CallReport(*each).packed() for n, each in reports.items()})
+        decision = CallDecision(*plain.unpack(packed))
+        assert len(packed) < 2000 and decision.knows_values
+        assert len(decision.calls) == (MAX_SIDES if "{}" in label + call else 1)
+    for other in ("module", "error", "directory"):
+        reports = {n: module_report(n, **{other: f"{other} {n}"}) for n in range(4000)}
+        decision, size = decided(reports)
+        assert size < 2000 and len(decision.sides) == (MAX_SIDES if other == "module" else 1)
+        assert len(decision.failed) == (MAX_SIDES if other == "error" else 0)
 
 
 def test_a_call_may_be_waited_for_again():
