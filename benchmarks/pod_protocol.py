@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = (4, 64, 256, 1024)
-WAYS = ("stored", "built by one", "built by one, code differs")
+WAYS = ("stored", "built by one")
 BARRIER = "a barrier of JAX's"
 CASES = ("keys", "quiet", "late", "never comes", "lost")
 OF_A_MACHINE = 8
@@ -207,38 +207,25 @@ class Rank:
         }
 
     def agree(self, way: str) -> None:
-        """What `programs.pods.shared_compile` does about a new program, without the program."""
-        from stepcache.programs.pods.lowered import merge_lowered
-        from stepcache.programs.pods.roles import CallReport, Decision, decide
+        """What `programs.pods.shared_build` does about a new program, without the program."""
+        from stepcache.programs.pods import reports
+        from stepcache.programs.pods.shared_build import _merge_errors
         from stepcache.storage import plain
 
         self._keys += 1
-        key, stored = f"{self._keys:016x}", way == "stored"
-        report = CallReport(
-            label="train.py:train",
-            call=key,
-            code=f"{self.rank:016x}" if way.endswith("differs") else key,
-            host="h" * 16,
-            directory=f"{self.rank if stored else 0:016x}",
-            has_programs=True,
-            program=key if stored else "",
-            loads_untraced=True,
-            values="v" * 16,
-        )
+        key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
+        call = reports.CallReport("train.py:train", key, "v" * 16)
+        directory = f"{self.rank if holds else 0:016x}"
+        module = reports.ModuleReport(key, key, holds, directory)
         with self.peers.round("train", "its first call") as current:
-            decision = Decision.unpacked(current.merge("call", report.packed(), decide))
-            roles = decision.roles[report.host]
-            if decision.compares_lowered:
-                current.merge("lowered", plain.pack([key, ""]), merge_lowered)
-            for name in ("trace", "program") if roles.builds else ():
-                if roles.leader == self.rank:
-                    current.channel.send(name, zlib.compress(PROGRAM, 1), roles.followers)
-                else:
-                    current.channel.receive(name, roles.leader)
-            stages = dict.fromkeys(("hash", "read", "load", "agree"), self.rank / 7)
-            current.merge("held", plain.pack([key, "", 1, stages]), merge_lowered)
-            if stored and self.rank == decision.first:
-                current.contributions("held")
+            current.merge("call", call.packed(), reports.decide_on_calls)
+            merged = current.merge("module", module.packed(), reports.decide_on_modules)
+            roles = reports.ModuleDecision.unpacked(merged).roles.get(key)
+            if roles is not None and roles.leader == self.rank:
+                current.channel.send("program", zlib.compress(PROGRAM, 1))
+            elif roles is not None:
+                current.channel.receive("program", roles.leader)
+            current.merge("held", plain.pack(""), _merge_errors)
 
     def run(self, waits: Waits, cases: Sequence[str], save: Callable[[], None]) -> None:
         """Measures cases, in order; `save` is called before the last one, and after it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -22,28 +21,46 @@ from typing import Any
 
 from stepcache._changes import Shared, Undoing, shared
 
-# In microseconds as Python keeps it, and no round number, to recognize what a user sets.
-_SWITCH_SECONDS = 0.000053
 
+class _Setting(Shared):
+    """Another value of a setting of Python, until the last user leaves or other code sets it.
 
-class _Switching(Shared):
-    _usual: float | None = None
+    Args:
+        read, write: the setting.
+        ours: gives our value beside the usual one; None where that stays.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], Any],
+        ours: Callable[[Any], Any],
+    ):
+        super().__init__()
+        self._read, self._write, self._ours = read, write, ours
+        self._usual = self._written = None
 
     def _make(self, users: int) -> bool:
-        usual = sys.getswitchinterval()
-        if not users and usual > _SWITCH_SECONDS:
+        usual = self._read()
+        if not users and (ours := self._ours(usual)) is not None:
             self._usual = usual
-            sys.setswitchinterval(_SWITCH_SECONDS)
+            self._write(ours)
+            self._written = self._read()  # Python may round it.
         return True
 
     def _undo(self) -> None:
-        ours = round(_SWITCH_SECONDS, 6)
-        if self._usual is not None and round(sys.getswitchinterval(), 6) == ours:
-            sys.setswitchinterval(self._usual)
+        if self._usual is not None and self._read() == self._written:
+            self._write(self._usual)
         self._usual = None
 
 
-_switching = _Switching()
+# In microseconds as Python keeps it, and no round number, to recognize what a user sets.
+_SWITCH_SECONDS = 0.000053
+_switching = _Setting(
+    sys.getswitchinterval,
+    sys.setswitchinterval,
+    lambda usual: _SWITCH_SECONDS if usual > _SWITCH_SECONDS else None,
+)
 
 
 @contextlib.contextmanager
@@ -54,34 +71,16 @@ def quick_switching() -> Iterator[None]:
         yield
 
 
-# Objects made since the last collection, at which Python looks for the next one.
+# Objects made since the last collection, at which Python looks for the next one. A trace makes many
+# objects and nearly no cycles of them, and Python looks through all objects whenever they have
+# become a quarter more: an eighth of the time of a long trace.
 _OBJECTS_OF_A_TRACE = 20_000
-
-
-class _RareCollections(Shared):
-    """Has Python collect garbage rarely, until the last user leaves or other code sets it.
-
-    A trace makes many objects and nearly no cycles of them, and Python looks through all objects
-    whenever they have become a quarter more: an eighth of the time of a long trace.
-    """
-
-    _usual: tuple[int, int, int] | None = None
-
-    def _make(self, users: int) -> bool:
-        usual = gc.get_threshold()
-        if not users and 0 < usual[0] < _OBJECTS_OF_A_TRACE:  # 0 is for never.
-            self._usual = usual
-            gc.set_threshold(_OBJECTS_OF_A_TRACE, *usual[1:])
-        return True
-
-    def _undo(self) -> None:
-        usual = self._usual
-        if usual is not None and gc.get_threshold() == (_OBJECTS_OF_A_TRACE, *usual[1:]):
-            gc.set_threshold(*usual)
-        self._usual = None
-
-
-rare_collections = _RareCollections()
+rare_collections = _Setting(
+    gc.get_threshold,
+    lambda threshold: gc.set_threshold(*threshold),
+    # 0 is for never.
+    lambda usual: (_OBJECTS_OF_A_TRACE, *usual[1:]) if 0 < usual[0] < _OBJECTS_OF_A_TRACE else None,
+)
 
 at_exit = atexit.register
 
@@ -116,20 +115,6 @@ def at_fork(**functions: Callable[[], None]) -> None:
     """As `os.register_at_fork`, where there is one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**functions)
-
-
-def on_missing_attributes(owner: type, give: Callable[[Any, str, Callable], Any]) -> None:
-    """Has a class ask a function for the attributes that an instance lacks, for good.
-
-    The class has a `__getattr__`; `give` gets the instance, the name, and that `__getattr__`.
-    """
-    as_before: Any = vars(owner)["__getattr__"]
-
-    @functools.wraps(as_before)
-    def missing(self: Any, name: str) -> Any:
-        return give(self, name, as_before)
-
-    owner.__getattr__ = missing
 
 
 @contextlib.contextmanager

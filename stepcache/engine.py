@@ -89,7 +89,7 @@ class Engine:
             return self.run_resident(args, kwargs), None
         if jaxcompat.is_tracing() or jaxcompat.must_delegate():
             return self._delegate(args, kwargs)
-        scope, request = self._open_scope(), None
+        scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
             check_budget(scope, self.spec.name, request)
@@ -113,10 +113,8 @@ class Engine:
             outputs, fast_path = self._execute(scope, request, program)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
-        except BaseException:
-            if request is not None:
-                self.resolver.settle(request)
-            raise
+        finally:
+            self.resolver.settle()
         through_python = watched or scope.closed
         plain = not (request.call.signature.statics or through_python)
         if plain and is_of_pod(request):
@@ -161,14 +159,14 @@ class Engine:
             check_runnable(self.spec.name, request)
             self._warn_of_unnamed_batch(scope, request)
             program = self._find(scope, request)
-            program = program or self._obtain(scope, request, started, explicit=True)
+            return program or self._obtain(scope, request, started, explicit=True)
         except Unreadable:
             self.trace(args, kwargs)  # JAX says what is wrong with the call, if anything is.
             return None
         except NotHoldable:
             return None
-        self.resolver.settle(request)
-        return program
+        finally:
+            self.resolver.settle()
 
     def trace(self, args: tuple, kwargs: dict) -> Any:
         """The `jax.stages.Traced` of the program that a call needs."""
@@ -285,7 +283,6 @@ class Engine:
         return program
 
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
-        started, outputs = time.perf_counter(), None
         call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
@@ -303,8 +300,6 @@ class Engine:
             if (peers := scope.together(request.ranks)) is not None:
                 peers.raise_if_lost_by(error)
             raise
-        finally:
-            self.resolver.settle(request, outputs, started)
 
     def show_use(self) -> None:
         """A cache asks which programs are in use: the next calls come through it."""

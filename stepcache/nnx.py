@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -27,14 +27,11 @@ from flax.nnx.transforms.compilation import JitWrapped, StateSharding
 from stepcache import jaxcompat
 from stepcache.calls.context import current_scope, in_mesh_of
 from stepcache.calls.layers import function_name
-from stepcache.errors import OptionError, StepCacheWarning, warn
+from stepcache.errors import OptionError
 from stepcache.modules.module_step import ModuleStepBase
 from stepcache.modules.nnx_graph import GraphCall, OverGraphs
-from stepcache.modules.nnx_held import Held, hold_all, put, show_held, watch_for_looks
-from stepcache.modules.nnx_packing import OverPacked
-from stepcache.modules.nnx_plan import CallPlans, Unplanned, planned
-from stepcache.modules.nnx_tree import OverTrees, TreeCall
-from stepcache.step import Step, as_tuple, reduced
+from stepcache.modules.nnx_plan import CallPlans, planned
+from stepcache.step import Step, reduced
 from stepcache.step import step as step_over_arrays
 
 P = ParamSpec("P")
@@ -43,7 +40,7 @@ R = TypeVar("R")
 # Bound once, so that a program which replaces `nnx.jit` cannot make a step call itself.
 _nnx_jit = nnx.jit
 _KEYWORDS = tuple(inspect.signature(nnx.jit).parameters)[1:]
-_OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad", "pack")
+_OF_NNX, _OF_STEP = ("graph", "graph_updates"), ("batch", "pad")
 _PLACING = ("in_shardings", "out_shardings")
 
 
@@ -59,82 +56,38 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
         functools.update_wrapper(self, fun)
         self._options = options
         of_jax = {name: value for name, value in options.items() if name not in _OF_NNX}
-        self._packs = of_jax.pop("pack", False)
-        self._call_kind: type[GraphCall | TreeCall] | None = None
-        if any(of_jax.get(name) is not None for name in _PLACING):
+        is_placed = any(of_jax.get(name) is not None for name in _PLACING)
+        self._is_by_nnx = is_placed or not isinstance(self._by_nnx, JitWrapped)
+        if self._is_by_nnx:
             self._step = _put_under(self._by_nnx, of_jax)
-        elif isinstance(self._by_nnx, JitWrapped):
-            self._call_kind = GraphCall
-            over = OverPacked if self._packs else OverGraphs
-            self._step = step_over_arrays(over(fun, function_name(fun)), **of_jax)
-        elif not self._by_nnx.graph:
-            self._call_kind = TreeCall
-            over = OverTrees(fun, function_name(fun), *_donated(fun, of_jax))
-            self._step = step_over_arrays(over, **of_jax)
         else:
-            self._step = _put_under(self._by_nnx, of_jax)
+            self._step = step_over_arrays(OverGraphs(fun), **of_jax)
         self._plans = CallPlans()
-        if self._packs:
-            self._check_packing()
-
-    def _check_packing(self) -> None:
-        if self._call_kind is not GraphCall:
-            what = "pack=True needs the default mode of nnx.jit"
-            got = "in_shardings, out_shardings, graph=False or graph_updates=False"
-            raise OptionError(what, where=function_name(self.__wrapped__), got=got)
-        watch_for_looks()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._is_left_to_nnx():
+        if self._is_by_nnx or jaxcompat.is_tracing() or _is_in_cached_partial():
             return self._by_nnx(*args, **kwargs)
         plan = self._plans.find(args, kwargs)
-        if plan is not None and (not plan.held or _places_nothing()):
-            try:
-                return plan.run(self._step, args, kwargs)
-            except Unplanned:
-                self._plans.drop(plan)
-        call = self._taken(args, kwargs)
+        if plan is not None:
+            return plan.run(self._step, args, kwargs)
+        call = GraphCall(args, kwargs)
         if not call.is_direct:
             return self._by_nnx(*args, **kwargs)
-        if self._packs and isinstance(call, GraphCall) and _places_nothing():
-            hold_all(call)
-        plan = planned(args, kwargs, call)
+        plan = planned(args, kwargs, call)  # Before the call: what changes meanwhile is seen later.
         outcome = self._step(*call.args, **call.kwargs)
-        outputs = outcome.outputs if put(call.held, outcome) else call.finish(outcome)
+        outputs = call.finish(outcome)
         if plan is not None and call.keeps_structure(outcome):
             self._plans.add(plan)
-        elif call.held:
-            self._stop_packing(call.held)
         return outputs
 
-    def _is_left_to_nnx(self) -> bool:
-        if self._call_kind is None or jaxcompat.is_tracing():
-            return True
-        return graphlib.GRAPH_CONTEXT.tmp_static_cache is not None  # For `nnx.cached_partial`.
-
-    def _taken(self, args: tuple, kwargs: dict[str, Any]) -> GraphCall | TreeCall:
-        if self._call_kind is None:
-            what = "a step that goes to nnx.jit does not support this"
-            hint = "a session's Rules place modules by their paths"
-            got = "in_shardings, out_shardings, or graph=True with graph_updates=False"
-            raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
-        return self._call_kind(args, kwargs)
-
     def _shown(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        call = self._taken(args, kwargs)
-        if self._packs and isinstance(call, GraphCall) and _places_nothing():
-            show_held(call)
+        if self._is_by_nnx:
+            what = "a step that nnx.jit serves does not support this"
+            hint = "a session's Rules place modules by their paths"
+            got = "in_shardings, out_shardings, graph=False or graph_updates=False"
+            raise OptionError(what, where=function_name(self.__wrapped__), got=got, hint=hint)
+        call = GraphCall(args, kwargs)
         return call.args, call.kwargs
-
-    def _stop_packing(self, held: Sequence[Held]) -> None:
-        self._packs = False
-        for each in held:
-            each.release()
-        warn(
-            f"{function_name(self.__wrapped__)} changes more of its modules than the values of "
-            "their variables, or takes modules inside other arguments: nothing is packed",
-            StepCacheWarning,
-        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -163,21 +116,8 @@ class ModuleStep(ModuleStepBase, Generic[P, R]):
         self._step.clear_cache()
 
 
-def _places_nothing() -> bool:
-    """Whether arrays stay where they are: only then may they share buffers."""
-    scope = current_scope()
-    return scope.placer is None and scope.target is None
-
-
-def _donated(fun: Callable, options: dict[str, Any]) -> tuple[set[int], set[str]]:
-    """The donated arguments, by number and by name: either way, however they are passed."""
-    given = (options.get(name) for name in ("donate_argnums", "donate_argnames"))
-    numbers, names = map(set, map(as_tuple, given))
-    for number, name in enumerate(inspect.signature(fun).parameters):
-        if number in numbers or name in names:
-            numbers.add(number)
-            names.add(name)
-    return numbers, names
+def _is_in_cached_partial() -> bool:
+    return graphlib.GRAPH_CONTEXT.tmp_static_cache is not None
 
 
 def _put_under(by_nnx: Any, options: dict[str, Any]) -> Step:
@@ -221,39 +161,39 @@ def step(fun: Any = None, /, **options: Any) -> Any:
         for batch in batches:
             loss = train_step(model, optimizer, batch)
 
-    Programs are cached and explained as those of `stepcache.step`: a second start of a script
-    traces nothing, and a miss names the attribute, such as `model.layers[3].kernel`. A call with
-    the same modules as before takes little more time than `jax.jit` over a list of their arrays,
-    because it reads and writes only the values of variables; with `graph=False`, too.
+    Programs are cached and explained as those of `stepcache.step`: a miss names the attribute, such
+    as `model.layers[3].kernel`. A call with the same modules as before takes little more time than
+    `jax.jit` over a list of their arrays, because it reads and writes only the values of variables.
 
-    With `pack=True`, small variables are in a few buffers between calls, and get their values when
-    they are read. A call takes 1 µs less for each, but XLA compiles some milliseconds longer for
-    each. This pays for small steps that run tens of thousands of times.
-
-    These are passed to `nnx.jit`: functions with `in_shardings` or `out_shardings`, and those with
-    `graph=True, graph_updates=False`, which are traced at each start; calls inside a
-    transformation, under `nnx.cached_partial`, and with references.
+    `nnx.jit` itself serves functions with `in_shardings`, `out_shardings`, `graph=False` or
+    `graph_updates=False`, with a step in the place of its `jax.jit`: programs are cached, but each
+    call takes `nnx.jit`'s time, and there is no `warm` and no `explain`. It also serves calls
+    inside a transformation, under `nnx.cached_partial`, and with references.
 
     Args:
         fun: the function; omitted in `@step(...)`.
-        **options: keywords of `nnx.jit`; `batch` and `pad`, as in `stepcache.step`; and `pack`.
+        **options: keywords of `nnx.jit`; `batch` and `pad`, as in `stepcache.step`.
 
     Returns:
         A `ModuleStep`, with the methods of both `nnx.jit` and `stepcache.step`.
 
     Raises:
-        OptionError: `carry`; an unknown keyword; or `pack` outside of the default mode.
+        OptionError: `carry`, `pack`, or an unknown keyword.
     """
     if "carry" in options:
         what = "modules are not carried: they are updated in place"
         hint = "remove carry; donate_argnames frees the memory of the old values"
         got = f"carry={options['carry']!r}"
         raise OptionError(what, where="stepcache.nnx.step", got=got, hint=hint)
+    if "pack" in options:
+        what = "variables of modules are no longer packed between calls"
+        hint = "sc.Variables(tree, pack=True) packs a tree that a step takes, such as nnx.state's"
+        raise OptionError(what, where="stepcache.nnx.step", got="pack", hint=hint)
     for name in options:
         if name not in (*_KEYWORDS, *_OF_STEP):
             raise OptionError(
                 f"stepcache.nnx.step has no keyword {name!r}",
-                expected=f"batch, pad, pack, or a keyword of nnx.jit: {', '.join(_KEYWORDS)}",
+                expected=f"batch, pad, or a keyword of nnx.jit: {', '.join(_KEYWORDS)}",
             )
     if fun is None:
         return functools.partial(step, **options)

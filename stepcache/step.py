@@ -249,9 +249,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
         _check_roles(fun, named, jit_options)
     if named["carry"]:
         _donate(fun, named["carry"], jit_options)
-    return Step(
-        Engine(StepSpec.of(fun, jit_options, **named, given=given, pads=pads), scope), options
-    )
+    return Step(Engine(StepSpec.of(fun, jit_options, **named, pads=pads), scope), options)
 
 
 def reduced(step: Any, make: Callable, *args: Any) -> Any:

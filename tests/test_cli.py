@@ -14,7 +14,6 @@ from pathlib import Path
 
 import click
 import jax.numpy as jnp
-import msgpack
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +21,6 @@ import stepcache as sc
 from stepcache.cli import main
 from stepcache.cli.directories import DURATION, SIZE
 from stepcache.report import doctor
-from stepcache.storage.dependency_record import FORMAT
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog
 
@@ -43,7 +41,7 @@ def shrink(x, by=2):
 def built(tmp_path_factory):
     """A directory with two steps, one of which has two signatures."""
     directory = tmp_path_factory.mktemp("cli") / "programs"
-    cache = sc.ProgramCache(directory, verify="off")
+    cache = sc.ProgramCache(directory)
     with sc.Session(cache=cache):
         grow(jnp.ones(8))
         grow(jnp.ones(16))
@@ -71,7 +69,7 @@ def run_json(*arguments, code=0):
 
 
 def entry_files(directory, kind):
-    return sorted((directory / "v1" / "entries" / kind).iterdir())
+    return sorted((directory / "v2" / "entries" / kind).iterdir())
 
 
 def flip(path, position):
@@ -133,7 +131,7 @@ def test_a_file_is_no_directory(tmp_path, monkeypatch):
     place.touch()
     monkeypatch.setenv("STEPCACHE_DIR", str(place))
     assert "not a directory" in run("cache", "ls", code=1).output
-    assert f"not a directory ({place})" in run("doctor", "--no-round-trip", code=1).output
+    assert f"not a directory ({place}" in run("doctor", "--no-round-trip", code=1).output
 
 
 def test_a_path_that_the_system_refuses(tmp_path):
@@ -145,16 +143,15 @@ def test_a_path_that_the_system_refuses(tmp_path):
 
 def test_ls(built):
     found = run_json("cache", "ls", "--dir", built)
-    assert (found["steps"], found["programs"], found["damaged"]) == (3, 3, 0)
+    assert (found["programs"], found["predictions"], found["damaged"]) == (3, 1, 0)
     labels = [item["label"].rpartition(":")[2] for item in found["items"]]
     assert sorted(labels) == ["grow", "grow", "shrink"]
     for item in found["items"]:
-        assert item["kind"] == "step" and item["builds"] == 1 and not item["missing"]
-        assert item["built_seconds"] > 0 and item["size_bytes"] > 0
+        assert item["kind"] == "program" and item["build_seconds"] > 0
         assert abs(item["built_time"] - time.time()) < 600
-    assert found["size_bytes"] == sum(item["size_bytes"] for item in found["items"])
+    assert found["size_bytes"] > sum(item["size_bytes"] for item in found["items"]) > 0
     text = run("cache", "ls", "--dir", built).stdout
-    assert "test_cli.py:shrink" in text and "3 steps, 3 programs" in text
+    assert "test_cli.py:shrink" in text and "3 programs of 1 script, " in text
     assert all(line == line.rstrip() for line in text.splitlines())
     assert len(text.splitlines()) == 5, "one line a row"
 
@@ -164,48 +161,33 @@ def test_ls_sorts(built, sort):
     items = run_json("cache", "ls", "--dir", built, "--sort", sort)["items"]
     keys = {"used": "used_time", "built": "built_time", "size": "size_bytes"}
     values = [
-        item[keys.get(sort, {"seconds": "built_seconds"}.get(sort, "label"))] for item in items
+        item[keys.get(sort, {"seconds": "build_seconds"}.get(sort, "label"))] for item in items
     ]
     assert values == sorted(values, reverse=sort != "label")
 
 
-def test_programs_without_a_step_and_steps_without_a_program(directory):
-    step, program = entry_files(directory, "step")[0], entry_files(directory, "program")[0]
-    named = run_json("cache", "ls", "--dir", directory)["items"]
-    owner = next(item for item in named if program.name in item["programs"])
-    program.unlink()
-    other = next(item for item in named if item["digest"] != owner["digest"])
-    (step.parent / other["digest"]).unlink()
-    items = run_json("cache", "ls", "--dir", directory)["items"]
-    by_digest = {item["digest"]: item for item in items}
-    assert by_digest[owner["digest"]]["missing"] == [program.name]
-    assert by_digest[other["programs"][0]]["kind"] == "program"
-    text = run("cache", "ls", "--dir", directory).stdout
-    assert ", 1 gone" in text and "program of test_cli.py" in text
-    found = run_json("cache", "verify", "--dir", directory)
-    assert [each["state"] for each in found["findings"]] == ["incomplete"]
-
-
 def test_show(built):
-    step = entry_files(built, "step")[0].name
-    found = run_json("cache", "show", step[:10], "--dir", built)
-    assert (found["kind"], found["digest"]) == ("step", step)
-    (build,) = found["builds"]
-    groups = build["dependencies"].keys()
-    assert {"argument", "environment", "package", "config", "code"} <= groups
-    assert "trace" in build["seconds"] and "compile" in build["seconds"]
-    assert set(build["used"]) == {"attributes", "modules", "files", "variables"}
-    some = run("cache", "show", step[:10], "--dir", built).stdout
-    every = run("cache", "show", step[:10], "--dir", built, "--all").stdout
-    assert "more (--all)" in some and "more (--all)" not in every
-    assert all(name in every for group in build["dependencies"].values() for name in group)
-
-
-def test_show_of_a_program_names_its_step(built):
     program = entry_files(built, "program")[0].name
-    found = run_json("cache", "show", program, "--dir", built)
-    assert found["kind"] == "program" and len(found["used_by"]) == 1
-    assert found["used_by"][0][:12] in run("cache", "show", program, "--dir", built).stdout
+    found = run_json("cache", "show", program[:10], "--dir", built)
+    assert (found["kind"], found["digest"], found["module"]) == ("program", program, "")
+    assert {"trace", "lower", "compile"} <= found["seconds"].keys()
+    text = run("cache", "show", program[:10], "--dir", built).stdout
+    assert found["label"] in text and "compile" in text and "stablehlo" not in text
+    text = run("cache", "show", program[:10], "--module", "--dir", built).stdout
+    assert "stablehlo." in text and "test_cli.py" in text, "with locations"
+
+
+def test_show_of_what_a_program_has_captured(tmp_path):
+    about = {"label": "model.py:f", "seconds": {}, "captured": [["table", "float32[8]", 32]]}
+    DiskStore(tmp_path).publish("program", "ab" * 32, about, b"")
+    assert "table, float32[8], 32 B" in run("cache", "show", "f", "--dir", tmp_path).stdout
+    found = run_json("cache", "show", "f", "--dir", tmp_path)
+    assert found["captured"] == [{"name": "table", "type": "float32[8]", "size_bytes": 32}]
+
+
+def test_show_of_a_prediction(built):
+    (prediction,) = entry_files(built, "prediction")
+    assert "programs: 3" in run("cache", "show", prediction.name, "--dir", built).stdout
 
 
 def test_show_by_name(built):
@@ -220,13 +202,14 @@ def test_show_of_what_is_not_there(built, tmp_path):
 
 
 def test_looking_is_not_using(directory):
-    files = [*entry_files(directory, "step"), *entry_files(directory, "program")]
+    files = [*entry_files(directory, "prediction"), *entry_files(directory, "program")]
     flip(files[0], -1)
     for path in files:
         os.utime(path, (1_000_000, 1_000_000))
     run("cache", "ls", "--dir", directory)
     run("cache", "show", files[0].name, "--dir", directory)
-    run("cache", "export", directory.parent / "all.bundle", "--dir", directory)
+    shared = f"file://{directory.parent}/shared"
+    run("cache", "push", "--dir", directory, "--remote", shared)
     assert [path.stat().st_mtime for path in files] == [1_000_000] * len(files)
 
 
@@ -234,39 +217,74 @@ def test_looking_is_not_using(directory):
 
 
 def test_a_damaged_entry_is_shown(directory):
-    step, program = entry_files(directory, "step")[0], entry_files(directory, "program")[0]
-    flip(step, 40)
+    (prediction,), program = (
+        entry_files(directory, "prediction"),
+        entry_files(directory, "program")[0],
+    )
+    flip(prediction, 40)
     flip(program, 40)
     found = run_json("cache", "ls", "--dir", directory)
     assert found["damaged"] == 2
-    assert all(item["problem"] for item in found["items"] if item["digest"] == step.name)
+    problems = {item["digest"]: item["problem"] for item in found["items"]}
+    assert problems[prediction.name] and problems[program.name]
     text = run("cache", "ls", "--dir", directory).stdout
-    assert f"step {step.name[:12]} is damaged: its header is damaged" in text
-    assert "damaged:" in run("cache", "show", step.name, "--dir", directory).stdout
+    assert f"program {program.name[:12]} is damaged: its header is damaged" in text
+    assert "damaged:" in run("cache", "show", program.name, "--dir", directory).stdout
 
 
 def test_verify_finds_damage_and_puts_it_away(directory):
     program = entry_files(directory, "program")[0]
     flip(program, -1)
     found = run_json("cache", "verify", "--dir", directory, code=1)
-    assert (found["entries"], found["damaged"]) == (6, 1)
-    damaged, incomplete = sorted(found["findings"], key=lambda each: each["state"])
-    assert damaged["digest"] == program.name and "checksum" in damaged["problem"]
-    assert (incomplete["kind"], incomplete["state"]) == ("step", "incomplete")
-    assert not program.exists()
-    assert len(list((directory / "v1" / "quarantine").iterdir())) == 1
+    (damaged,) = found["findings"]
+    assert found["entries"] == 4 and damaged["digest"] == program.name
+    assert "checksum" in damaged["problem"] and not program.exists()
+    assert len(list((directory / "v2" / "quarantine").iterdir())) == 1
     assert "none is damaged" in run("cache", "verify", "--dir", directory).stdout
 
 
-EMPTY_BUILD = msgpack.packb({"format": FORMAT, "records": [{}]})
+# ---- moving -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x81\x01\x02", EMPTY_BUILD])
-def test_verify_unpacks_steps(directory, payload):
-    DiskStore(directory).publish("step", "ab" * 32, {"label": "model.py:odd"}, payload)
-    result = run("cache", "verify", "--dir", directory, code=1)
-    assert "model.py:odd is damaged: it is malformed" in result.stdout
-    assert not (directory / "v1" / "entries" / "step" / ("ab" * 32)).exists()
+def test_programs_travel_in_a_directory(directory, tmp_path):
+    shared, other = f"file://{tmp_path}/shared", tmp_path / "other"
+    assert (
+        "1 program pushed to"
+        in run("cache", "push", "shrink", "--dir", directory, "--remote", shared).stdout
+    )
+    assert (
+        "2 programs pushed to"
+        in run("cache", "push", "--dir", directory, "--remote", shared).stdout
+    )
+    listed = run_json("cache", "ls", "--remote", shared)
+    assert (listed["programs"], listed["predictions"]) == (3, 1)
+    assert all(":" in item["label"] for item in listed["items"])
+    pull = ("cache", "pull", "--dir", other, "--remote", shared)
+    assert "No program matches 'third'" in run(*pull, "third", code=1).stderr
+    assert "2 programs pulled from" in run(*pull, "grow").stdout
+    assert (
+        "1 program pulled from" in run(*pull).stdout and "(3 more were there)" in run(*pull).stdout
+    )
+    found = run_json("cache", "ls", "--dir", other)
+    assert (found["programs"], found["predictions"]) == (3, 1)
+    assert run_json("cache", "verify", "--dir", other)["findings"] == []
+    removed = run_json("cache", "prune", "--remote", shared, "--max-bytes", "1")
+    assert len(removed["removed"]) == 4 and removed["left_bytes"] == 0
+
+
+def test_what_is_forged_is_not_pulled(directory, tmp_path):
+    shared, other = f"file://{tmp_path}/shared", tmp_path / "other"
+    run("cache", "push", "--dir", directory, "--remote", shared)
+    program = entry_files(directory, "program")[0].name
+    flip(tmp_path / "shared" / "stepcache-2" / "program" / program, -1)
+    text = run("cache", "pull", "--dir", other, "--remote", shared).stdout
+    assert "2 programs pulled" in text and f"program {program[:12]} is refused" in text
+
+
+@pytest.mark.parametrize(("old", "new"), [("export", "push"), ("import", "pull")])
+def test_bundles_are_gone(old, new):
+    said = run("cache", old, "programs.bundle", "train", "--trust", code=2).stderr
+    assert f"stepcache cache {new} --remote file:///" in said
 
 
 # ---- why ----------------------------------------------------------------------------------------
@@ -274,7 +292,7 @@ def test_verify_unpacks_steps(directory, payload):
 MODEL = "model.py:train_step"
 
 
-def row(event="built", at=1_000.0, **details):
+def row(event="compiled", at=1_000.0, **details):
     fields = {"seconds": {"trace": 1.0, "compile": 2.0}, **details}
     return Row(event, at, "train.py", "train_step", MODEL, **fields)
 
@@ -283,53 +301,54 @@ def write_runs(directory, *runs):
     """Writes the rows of each run, the earliest first."""
     DiskStore(directory)
     for number, rows in enumerate(runs):
-        history = RunLog(directory / "v1" / "runs", clock=lambda n=number: 1_000_000.0 + n)
+        history = RunLog(directory / "v2" / "runs", clock=lambda n=number: 1_000_000.0 + n)
         for each in rows:
             history.add(each)
 
 
 def test_why_after_a_real_run(built):
     found = run_json("cache", "why", "--dir", built)["runs"][0]
-    assert [each["event"] for each in found["happenings"]] == ["built"] * 3
-    assert {"hash", "read", "trace", "lower", "compile"} <= found["ranks"][0]["seconds"].keys()
+    assert [each["event"] for each in found["happenings"]] == ["compiled"] * 3
+    assert {"trace", "lower", "compile"} <= found["ranks"][0]["seconds"].keys()
     assert all("import" not in each["seconds"] for each in found["happenings"])
     text = run("cache", "why", "shrink", "--dir", built).stdout
     assert "shrink" in text and "grow" not in text
 
 
 def test_why_tells_what_changed_and_what_is_in_the_way(tmp_path):
-    headline = "train_step, miss 1: since the run of Tuesday 2026-11-17 10:02 these have changed:"
+    headline = "since the run of Tuesday 2026-11-17 10:02 these have changed:"
     changes = [
-        ["code", "model.py:Block.__call__", "code 12ab", "code 34cd"],
+        ["code", "model.py:31 in layer", "multiply by 2.0", "multiply by 3.0"],
         ["package", "package jaxlib", "0.10.1", "0.10.2"],
-        ["file", "file vocabulary.txt", "1234", "absent"],
+        ["environment", "device kind", "A100", "H100"],
     ]
-    details = {
-        "reason": f"{headline}\n  …",
-        "changes": changes,
-        "untrackable": ["model.py:now: time"],
-        "stored": [["variable", "variable SCALE", "1", "2"]],
-    }
+    details = {"reason": headline, "changes": changes, "not_stored": "it has a callback"}
     write_runs(tmp_path, [row(seconds={"trace": 0.5})], [row(**details)])
     text = run("cache", "why", "--dir", tmp_path).stdout
     assert "since the run of Tuesday 2026-11-17 10:02 these have changed:\n" in text
-    assert "`model.py:Block.__call__` its code changed" in text
-    assert "package jaxlib 0.10.1 → 0.10.2" in text
-    assert "file vocabulary.txt 1234 → absent" in text
-    assert "since an earlier run these have changed:\n    variable SCALE 1 → 2" in text
-    assert "model.py:now: time" in text and "trace 1.00, compile 2.00" in text
-    happening = run_json("cache", "why", "train_step", "--dir", tmp_path)["runs"][0]["happenings"][
-        0
-    ]
-    assert happening["changes"][1]["after"] == "0.10.2"
-    assert happening["untrackable"] == ["model.py:now: time"]
+    assert "model.py:31 in layer: multiply by 2.0 → multiply by 3.0" in text
+    assert "package jaxlib: 0.10.1 → 0.10.2" in text
+    assert "environment device kind: A100 → H100" in text
+    assert "each run has to compile it: it has a callback" in text
+    assert "trace 1.00, compile 2.00" in text
+    (found,) = run_json("cache", "why", "train_step", "--dir", tmp_path)["runs"][0]["happenings"]
+    assert found["changes"][1]["after"] == "0.10.2" and found["not_stored"] == "it has a callback"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("preloaded", "preloaded"), ("disk", "from disk"), ("remote", "shared cache"), ("", "loaded")],
+)
+def test_why_tells_where_a_program_came_from(tmp_path, source, said):
+    write_runs(tmp_path, [row("loaded", source=source)])
+    assert said in run("cache", "why", "--dir", tmp_path).stdout
 
 
 def test_the_first_execution_belongs_to_what_is_executed(tmp_path):
     executed = row("executed", seconds={"execute": 0.25})
     write_runs(tmp_path, [row(), row("loaded", seconds={"load": 0.5}), executed, executed])
     found = run_json("cache", "why", "--dir", tmp_path)["runs"][0]["happenings"]
-    assert [each["event"] for each in found] == ["built", "loaded"]
+    assert [each["event"] for each in found] == ["compiled", "loaded"]
     assert [each["seconds"]["execute"] for each in found] == [0.25, 0.25]
 
 
@@ -338,7 +357,7 @@ def test_a_run_whose_other_rows_were_lost_is_none(tmp_path, form):
     write_runs(tmp_path, [row()], [row("executed", seconds={"execute": 0.25})])
     assert len(run_json("report", "--list", "--dir", tmp_path)["runs"]) == 1
     assert run("report", "--format", form, "--dir", tmp_path).stdout
-    shutil.rmtree(tmp_path / "v1" / "runs")
+    shutil.rmtree(tmp_path / "v2" / "runs")
     write_runs(tmp_path, [row("executed", seconds={"execute": 0.25})])
     assert "No run" in run("report", "--format", form, "--dir", tmp_path, code=1).stderr
 
@@ -369,38 +388,38 @@ def test_why_of_an_unknown_step(tmp_path):
 
 def test_runs_side_by_side(tmp_path):
     cold = row(seconds={"import": 1.5, "trace": 4.0, "compile": 8.0, "execute": 0.25})
-    warm = row("loaded", seconds={"import": 1.25, "hash": 0.125, "load": 0.5})
-    write_runs(tmp_path, [cold], [cold], [warm, row("verified", seconds={"verify": 3.0})])
+    warm = row("loaded", seconds={"import": 1.25, "trace": 0.125, "load": 0.5})
+    write_runs(tmp_path, [cold], [cold], [warm])
     lines = run("cache", "why", "--runs", 2, "--dir", tmp_path).stdout.splitlines()
     assert lines[0].split() == ["seconds", "latest", "1", "before"]
-    cells = {line.split()[0]: line.split()[-2:] for line in lines[1:9]}
+    cells = {line.split()[0]: line.split()[-2:] for line in lines[1:7]}
     assert cells["compile"] == ["·", "8.00"] and cells["load"] == ["0.50", "·"]
     assert cells["all"] == ["1.88", "13.75"]
-    names = [line.split()[0] for line in lines[1:9]]
-    assert names == ["import", "hash", "load", "trace", "compile", "execute", "verify", "all"]
+    names = [line.split()[0] for line in lines[1:7]]
+    assert names == ["import", "trace", "load", "compile", "execute", "all"]
 
 
 def test_ranks_of_the_latest_run(tmp_path):
     def rank(number, load, at=5_000.0):
-        seconds = {"hash": 0.5 - number / 10, "load": load}
+        seconds = {"trace": 0.5 - number / 10, "load": load}
         return [row("loaded", at, rank=number, processes=3, seconds=seconds)]
 
     earlier = [rank(number, 9.0, at=1_000.0) for number in range(3)]
     write_runs(tmp_path, *earlier, rank(1, 0.2), rank(0, 0.1), rank(2, 0.7))
     (found,) = run_json("cache", "why", "--ranks", "--dir", tmp_path)["runs"]
     assert [each["rank"] for each in found["ranks"]] == [0, 1, 2]
-    assert (found["slowest"]["hash"], found["slowest"]["load"]) == (0, 2)
-    assert "hash rank 0, load rank 2" in run("cache", "why", "--ranks", "--dir", tmp_path).stdout
+    assert (found["slowest"]["trace"], found["slowest"]["load"]) == (0, 2)
+    assert "trace rank 0, load rank 2" in run("cache", "why", "--ranks", "--dir", tmp_path).stdout
     assert "import" in found["ranks"][0]["seconds"]
     both = run_json("cache", "why", "--runs", 5, "--dir", tmp_path)["runs"]
     assert [len(each["ranks"]) for each in both] == [3, 3]
     text = run("cache", "why", "--ranks", "--runs", 5, "--dir", tmp_path).stdout
-    assert "hash rank 0, load rank 2" in text and text.count("seconds by stage") == 2
+    assert "trace rank 0, load rank 2" in text and text.count("seconds by stage") == 2
 
 
 def test_a_torn_run_log_is_read_as_far_as_it_goes(tmp_path):
     write_runs(tmp_path, [row()])
-    (path,) = (tmp_path / "v1" / "runs").iterdir()
+    (path,) = (tmp_path / "v2" / "runs").iterdir()
     path.write_bytes(path.read_bytes() + b'{"event": "bu')
     assert len(run_json("cache", "why", "--dir", tmp_path)["runs"][0]["happenings"]) == 1
 
@@ -425,17 +444,6 @@ def test_prune_by_age(directory):
         "0 entries removed"
         in run("cache", "prune", "--older-than", "30d", "--dir", directory).stdout
     )
-
-
-def test_prune_spares_what_is_being_loaded(directory):
-    tier = DiskStore(directory)
-    program = entry_files(directory, "program")[0]
-    os.utime(program, (0, 0))
-    with tier.loading("program", program.name):
-        run("cache", "prune", "--older-than", "1d", "--dir", directory)
-        result = run("cache", "prune", "--max-bytes", "1", "--dir", directory, code=1)
-    assert "cannot be removed" in result.output
-    assert program.exists()
 
 
 @pytest.mark.parametrize(
@@ -468,15 +476,24 @@ def test_no_sizes(text):
 
 def test_clear_asks(directory):
     result = run("cache", "clear", "--dir", directory, code=1, answer="n\n")
-    assert "Remove everything, 6 entries" in result.output
-    assert run_json("cache", "ls", "--dir", directory)["steps"] == 3
-    assert "6 entries removed" in run("cache", "clear", "--dir", directory, answer="y\n").stdout
+    assert "Remove everything, 4 entries" in result.output
+    assert run_json("cache", "ls", "--dir", directory)["programs"] == 3
+    assert "4 entries removed" in run("cache", "clear", "--dir", directory, answer="y\n").stdout
     assert run_json("cache", "ls", "--dir", directory)["items"] == []
 
 
 def test_clear_with_yes(directory):
     found = run_json("cache", "clear", "--yes", "--dir", directory)
-    assert len(found["removed"]) == 6 and found["left_bytes"] == 0 and found["freed_bytes"] > 0
+    assert len(found["removed"]) == 4 and found["left_bytes"] == 0 and found["freed_bytes"] > 0
+
+
+def test_clear_removes_what_earlier_versions_have_stored(tmp_path):
+    old = tmp_path / "v1" / "entries" / "step"
+    old.mkdir(parents=True)
+    (old / "ab").write_bytes(b"x")
+    assert "holds no programs" in run("cache", "ls", "--dir", tmp_path).stdout and old.exists()
+    run("cache", "clear", "--yes", "--dir", tmp_path)
+    assert not (tmp_path / "v1").exists()
 
 
 # ---- doctor -------------------------------------------------------------------------------------
@@ -514,7 +531,7 @@ def test_doctor_finds_faults(directory):
 
 @pytest.mark.parametrize("mode", [None, 0o666])
 def test_doctor_misses_the_key(directory, mode):
-    key = directory / "v1" / "key"
+    key = directory / "v2" / "key"
     if mode is None:
         key.unlink()
     else:
@@ -535,7 +552,9 @@ def test_doctor_warns_of_little_space(built, monkeypatch):
 def test_doctor_blames_a_full_disk_for_a_program_that_was_not_stored(tmp_path, monkeypatch):
     full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    monkeypatch.setattr(doctor, "_probe", lambda path: {"seconds": 1.0, "loads": 0, "why": "-"})
+    monkeypatch.setattr(
+        doctor, "_probe", lambda path: {"seconds": 1.0, "compiles": 1, "loads": 0, "why": "-"}
+    )
     found = doctor.examine(tmp_path, 1 << 30)
     (trip,) = (check for check in found.checks if check.name == "round trip")
     assert trip.status == "fault" and "space" in trip.hint
@@ -586,7 +605,7 @@ def test_the_entry_point():
 def test_in_a_pipe(built):
     command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "3 steps, 3 programs" in result.stdout and "\x1b" not in result.stdout
+    assert "3 programs of 1 script" in result.stdout and "\x1b" not in result.stdout
 
 
 def test_without_a_standard_output(built, monkeypatch):
@@ -599,7 +618,7 @@ NAMES = dataclasses.replace(
     row(),
     script=f"{'long' * 40}.py",
     changes=[["value", "cfg:key:y", "1", "2"]],
-    untrackable=["notes.py:book:page"],
+    not_stored="notes.py:book:page",
 )
 
 
@@ -610,7 +629,7 @@ def test_names_are_shown_as_they_are(tmp_path):
     lines = run("report", "--list", "--dir", tmp_path).stdout.splitlines()
     assert len(lines) == 2 and listed["script"] in lines[1] and listed["name"] in lines[1]
     text = run("cache", "why", "--dir", tmp_path).stdout
-    assert "cfg:key:y 1 → 2" in text and "notes.py:book:page" in text
+    assert "cfg:key:y: 1 → 2" in text and "notes.py:book:page" in text
 
 
 @pytest.mark.slow
@@ -629,8 +648,8 @@ def test_an_output_of_few_letters(tmp_path, command):
 
 @pytest.mark.slow
 def test_looking_starts_no_backend(directory):
-    step = entry_files(directory, "step")[0].name
-    commands = [["ls"], ["show", step], ["why"], ["verify"], ["prune", "--max-bytes", "1"]]
+    program = entry_files(directory, "program")[0].name
+    commands = [["ls"], ["show", program], ["why"], ["verify"], ["prune", "--max-bytes", "1"]]
     commands += [["clear", "--yes"]]
     code = f"""
 from click.testing import CliRunner
@@ -646,13 +665,13 @@ for command in {commands!r}:
 
 def test_the_fields_are_documented():
     """The JSON is that of the records, where a comment explains every field."""
-    from stepcache.report import inventory, moving, runs
+    from stepcache.report import inventory, runs, shared
     from stepcache.storage import run_activity
 
-    records = [inventory.Item, inventory.Inventory, inventory.Build, inventory.Details]
-    records += [inventory.Checked, Row, runs.Rank, runs.Run, runs.Summary, moving.Exported]
-    records += [run_activity.Activity, run_activity.Period, run_activity.Series, run_activity.Held]
-    records += [moving.Imported, moving.Part, doctor.Check, doctor.Diagnosis]
+    records = [inventory.Item, inventory.Inventory, inventory.Details, inventory.Checked, Row]
+    records += [runs.Rank, runs.Run, runs.Summary, shared.Shared, shared.Removed]
+    records += [run_activity.Activity, run_activity.Series, run_activity.Held]
+    records += [doctor.Check, doctor.Diagnosis]
     for record in records:
         source = inspect.getsource(record)
         for field in dataclasses.fields(record):

@@ -18,6 +18,7 @@ FLOORS = {
     "units": 0,
     "weak_objects": 0,
     "jaxcompat": 1,
+    "link": 3,
     "sharding": 2,
     "storage": 3,
     "fingerprint": 3,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stepcache.calls.origin import file_label, is_users_file
+from stepcache.origin import file_label, is_users_file
 
 _MAX_LAYERS = 16
 _MAX_WRAPPINGS = 256

@@ -35,7 +35,7 @@ def repeated(spec: StepSpec, count: int) -> StepSpec:
     if spec.pads:
         raise refused("a step that pads cannot be repeated")
     fun = _Repeated(spec.fun, f"{spec.name}.repeat({count})", spec.parameters, count)
-    made = StepSpec.of(fun, spec.options, spec.parameters.carry, spec.parameters.batch, spec.given)
+    made = StepSpec.of(fun, spec.options, spec.parameters.carry, spec.parameters.batch)
     return dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, stacked=True))
 
 

@@ -33,7 +33,6 @@ class StepSpec:
     parameters: Parameters  # The function's parameters and their roles.
     identity: Identity  # Which function it is.
     key_options: tuple[tuple[str, Hashable], ...]  # `options` as hashable parts of a key.
-    given: dict[str, Any]  # The options as the user gave them, but for the carry.
     # What is padded before a call, by `padding.Padder`: no program depends on it.
     pads: tuple[Pad, ...] = ()
     # Gives a call with the leaves that its caller knows, where the program has others.
@@ -46,7 +45,6 @@ class StepSpec:
         options: dict[str, Any],
         carry: tuple[str, ...] = (),
         batch: tuple[str, ...] = (),
-        given: dict[str, Any] | None = None,
         pads: tuple[Pad, ...] = (),
     ) -> StepSpec:
         """Resolves a step's options. `jax.jit` judges them and raises as it does."""
@@ -64,7 +62,6 @@ class StepSpec:
                 ("batch", batch),
                 *((name, _hashable(options[name])) for name in sorted(options)),
             ),
-            options if given is None else given,
             pads,
         )
 
@@ -107,25 +104,6 @@ class Request:
     def shown(self) -> Call:
         """The call for messages: paths and signature, placed. It cannot be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
-
-    def described(self) -> Request:
-        """The same request without its arrays, which it would otherwise keep alive.
-
-        Itself where a class refuses to be built around what is no array, or computes with it when
-        it is flattened.
-        """
-        call = self.call
-        stand_ins = [leaf.stand_in() for leaf in call.signature.leaves]
-        try:
-            given = call.rebuilt(stand_ins)
-            args, kwargs = call.signature.tree.unflatten(stand_ins)
-            jax.tree.flatten((args, kwargs))
-        except Exception:
-            return self
-        paths = call.paths
-        call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
-        vars(call)["paths"] = paths
-        return replace(self, call=call)
 
     def settled(self, numbers: Sequence[int]) -> Request:
         """The same request, where some leaves are not weakly typed."""

@@ -21,12 +21,11 @@ from stepcache.cli.serve import serve, status, stop
 from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
-from stepcache.fingerprint.provenance import distribution_of
-from stepcache.report.doctor import examine
+from stepcache.report.doctor import examine, version_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(distribution_of("stepcache")[1], prog_name="stepcache")
+@click.version_option(version_of("stepcache"), prog_name="stepcache")
 def main() -> None:
     """Inspects the programs that stepcache keeps on disk, runs pods and tasks, serves variables."""
 

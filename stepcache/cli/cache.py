@@ -11,9 +11,11 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.cli.directories import DURATION, REMOTE, SHARED, SIZE, Result, on_directory, place_of
-from stepcache.programs.archive import Archive
+from stepcache.programs.opening import open_store
+from stepcache.programs.store import ProgramStore
 from stepcache.report import inventory as inventories
-from stepcache.report import moving, runs, shared
+from stepcache.report import runs, shared
+from stepcache.storage.disk_store import EARLIER_ROOT
 from stepcache.storage.entry import EntryInfo
 from stepcache.units import counted, readable_bytes
 
@@ -27,7 +29,7 @@ _SORTS = {
     "used": lambda item: -item.used_time,
     "built": lambda item: -(item.built_time or 0.0),
     "size": lambda item: -item.size_bytes,
-    "seconds": lambda item: -(item.built_seconds or 0.0),
+    "seconds": lambda item: -(item.build_seconds or 0.0),
     "label": lambda item: (item.label, -item.used_time),
 }
 
@@ -37,7 +39,7 @@ _SORTS = {
 @REMOTE
 @click.option("--sort", type=click.Choice(list(_SORTS)), default="used", show_default=True)
 def list_command(directory: Path, remote: str | None, sort: str) -> Result:
-    """Lists steps and their programs."""
+    """Lists the programs."""
     if remote is not None:
         found = shared.take_inventory(place_of(remote))
     else:
@@ -49,19 +51,19 @@ def list_command(directory: Path, remote: str | None, sort: str) -> Result:
 @cache.command("show")
 @on_directory
 @click.argument("digest")
-@click.option("--all", "everything", is_flag=True, help="Show every row of each list.")
-def show_command(directory: Path, digest: str, everything: bool) -> Result:
-    """Shows a step or program. DIGEST is the name of a step, or the beginning of a digest."""
-    archive = inventories.open_existing(directory)
-    found = inventories.find(inventories.entries_of(archive), digest)
-    if archive is None or not found:
+@click.option("--module", "with_module", is_flag=True, help="Show the lowered module, too.")
+def show_command(directory: Path, digest: str, with_module: bool) -> Result:
+    """Shows a program. DIGEST is the name of a step, or the beginning of a digest."""
+    store = inventories.open_existing(directory)
+    found = inventories.find(inventories.entries_of(store), digest)
+    if store is None or not found:
         return Result({}, error=f"Nothing in {directory} matches {digest!r}.")
     if len(found) > 1:
         names = [f"{each.kind} {each.digest} {inventories.label_of(each)}" for each in found]
         message = f"{digest!r} may be any of\n  " + "\n  ".join(names[:20])
         return Result({"matches": [each.digest for each in found]}, error=message)
-    details = inventories.details(archive, found[0])
-    return Result(details, render.details(details, everything=everything))
+    details = inventories.details(store, found[0], with_module=with_module)
+    return Result(details, render.details(details))
 
 
 @cache.command("why")
@@ -70,13 +72,13 @@ def show_command(directory: Path, digest: str, everything: bool) -> Result:
 @click.option("--runs", "count", type=click.IntRange(min=1), help="Compare this number of runs.")
 @click.option("--ranks", "by_rank", is_flag=True, help="Compare the processes of each run.")
 def why_command(directory: Path, step: str | None, count: int | None, by_rank: bool) -> Result:
-    """Shows what the latest run built and loaded, and why: all steps, or one STEP."""
-    archive = inventories.open_existing(directory)
-    found = list(itertools.islice(runs.latest_runs(archive, step), count or 1))
+    """Shows what the latest run compiled and loaded, and why: all steps, or one STEP."""
+    store = inventories.open_existing(directory)
+    found = list(itertools.islice(runs.latest_runs(store, step), count or 1))
     if not found and step is None:
         return Result({"runs": []}, [f"No run has used {directory} yet."])
     if not found:
-        known = runs.steps_known(archive)
+        known = runs.steps_known(store)
         listed = f"\n  known: {', '.join(known)}" if known else ""
         message = f"No recorded run in {directory} used {step!r}.{listed}"
         return Result({"known": known}, error=message)
@@ -91,17 +93,11 @@ def why_command(directory: Path, step: str | None, count: int | None, by_rank: b
 @on_directory
 def verify_command(directory: Path) -> Result:
     """Reads and checks every entry, and quarantines damaged ones."""
-    archive = inventories.open_existing(directory)
-    count, found = inventories.verify(archive)
-    damaged = sum(each.state == "damaged" for each in found)
-    data = {
-        "directory": str(directory),
-        "entries": count,
-        "damaged": damaged,
-        "findings": [asdict(each) for each in found],
-    }
-    text = render.verified(count, found, str(directory))
-    return Result(data, text, failed=damaged > 0)
+    store = inventories.open_existing(directory)
+    count, found = inventories.verify(store)
+    findings = [asdict(each) for each in found]
+    data = {"directory": str(directory), "entries": count, "findings": findings}
+    return Result(data, render.verified(count, found, str(directory)), failed=bool(found))
 
 
 @cache.command("prune")
@@ -120,16 +116,16 @@ def prune_command(
         found = shared.prune(place_of(remote), max_bytes, since)
         sizes = found.freed_bytes, found.left_bytes
         return Result(found, render.removed(len(found.removed), *sizes, found.remote))
-    archive = inventories.open_existing(directory)
-    removed = archive.disk.prune(max_bytes, since) if archive else []
-    return _freed(archive, directory, removed, max_bytes)
+    store = inventories.open_existing(directory)
+    removed = store.disk.prune(max_bytes, since) if store else []
+    return _freed(store, directory, removed, max_bytes)
 
 
 def _freed(
-    archive: Archive | None, directory: Path, removed: list[EntryInfo], max_bytes: int | None
+    store: ProgramStore | None, directory: Path, removed: list[EntryInfo], max_bytes: int | None
 ) -> Result:
     freed_bytes = sum(each.size_bytes for each in removed)
-    left_bytes = sum(each.size_bytes for each in inventories.entries_of(archive))
+    left_bytes = sum(each.size_bytes for each in inventories.entries_of(store))
     data = {
         "directory": str(directory),
         "removed": [{"kind": each.kind, "digest": each.digest} for each in removed],
@@ -139,7 +135,7 @@ def _freed(
     text = [*render.removed(len(removed), freed_bytes, left_bytes, str(directory))]
     too_many = max_bytes is not None and left_bytes > max_bytes
     if too_many:
-        text.append("Those left cannot be removed, or are being loaded: see stepcache doctor.")
+        text.append("Those left cannot be removed: see stepcache doctor.")
     return Result(data, text, failed=too_many)
 
 
@@ -147,42 +143,34 @@ def _freed(
 @on_directory
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear_command(directory: Path, yes: bool) -> Result:
-    """Removes all steps and programs, and the quarantine."""
-    archive = inventories.open_existing(directory)
-    entries = inventories.entries_of(archive)
+    """Removes all programs, the quarantine, and what earlier versions have stored."""
+    store = inventories.open_existing(directory)
+    if store is None and (directory / EARLIER_ROOT).is_dir():
+        store = open_store(directory, None, 0.0)
+    entries = inventories.entries_of(store)
     if not yes:
         size = readable_bytes(sum(each.size_bytes for each in entries))
         question = f"Remove everything, {counted(len(entries), 'entry')}, {size}, in {directory}?"
         click.confirm(question, abort=True, err=True)
-    if archive is not None:
-        archive.disk.clear()
-    left = {(each.kind, each.digest) for each in inventories.entries_of(archive)}
+    if store is not None:
+        store.disk.clear()
+    left = {(each.kind, each.digest) for each in inventories.entries_of(store)}
     gone = [each for each in entries if (each.kind, each.digest) not in left]
-    return _freed(archive, directory, gone, 0)
+    return _freed(store, directory, gone, 0)
 
 
-@cache.command("export")
-@on_directory
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.argument("steps", nargs=-1)
-def export_command(directory: Path, file: Path, steps: tuple[str, ...]) -> Result:
-    """Writes all programs, or those of STEPS, to a bundle FILE for another machine."""
-    archive = inventories.open_existing(directory)
-    if archive is None:
-        return Result({}, error=f"{directory} holds no programs: there is nothing to export.")
-    result = moving.export(archive, file, steps)
-    return Result(result, render.exported(result))
+@cache.command("export", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def export_command(arguments: tuple[str, ...]) -> None:
+    """Has been replaced by `push`."""
+    raise click.UsageError("Bundles are gone: stepcache cache push --remote file:///DIRECTORY")
 
 
-@cache.command("import")
-@on_directory
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option("--trust", is_flag=True, help="Trust the bundle's maker, who can run code as you.")
-@click.option("--anyway", is_flag=True, help="Also import programs for another environment.")
-def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Result:
-    """Imports the programs of a bundle FILE that `export` wrote."""
-    result = moving.take(directory, file, trust=trust, anyway=anyway)
-    return Result(result, render.imported(result))
+@cache.command("import", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def import_command(arguments: tuple[str, ...]) -> None:
+    """Has been replaced by `pull`."""
+    raise click.UsageError("Bundles are gone: stepcache cache pull --remote file:///DIRECTORY")
 
 
 @cache.command("push")
@@ -191,10 +179,10 @@ def import_command(directory: Path, file: Path, trust: bool, anyway: bool) -> Re
 @click.argument("steps", nargs=-1)
 def push_command(directory: Path, url: str, steps: tuple[str, ...]) -> Result:
     """Writes programs that a shared cache lacks to it: all, or those of STEPS."""
-    place, archive = place_of(url), inventories.open_existing(directory)
-    if archive is None:
+    place, store = place_of(url), inventories.open_existing(directory)
+    if store is None:
         return Result({}, error=f"{directory} holds no programs: there is nothing to push.")
-    result = shared.push(archive, place, steps)
+    result = shared.push(store, place, steps)
     return Result(result, render.shared(result, "pushed to"))
 
 

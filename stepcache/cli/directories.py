@@ -17,7 +17,6 @@ import click
 import stepcache.cli.render as render
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheError, refuse_url
 from stepcache.programs.opening import place_in_environment
-from stepcache.report.moving import ForeignBundleError
 from stepcache.storage.private_files import default_directory
 from stepcache.storage.shared_place import Place
 
@@ -95,9 +94,6 @@ def on_directory(function: Callable[..., Result]) -> Callable[..., None]:
                     "directory. Name one with --dir."
                 )
             result = function(directory, **options)
-        except ForeignBundleError as error:
-            parts = {"foreign": [asdict(part) for part in error.parts]}
-            result = Result(parts, [render.records(error.parts)], str(error))
         except (StepCacheError, OSError) as error:
             result = Result({}, error=str(error))
         result.show(as_json)

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from stepcache.report.doctor import Diagnosis
 from stepcache.report.inventory import Checked, Details, Inventory, Item
-from stepcache.report.moving import Exported, Imported
 from stepcache.report.runs import (
     Run,
     change_in_words,
@@ -34,18 +33,16 @@ from stepcache.units import counted, readable_bytes, readable_time, shortened, t
 
 Rendered = Iterator[str | Text | Table]
 
-_ROWS_SHOWN = 4
 _CUT_WIDTH = 16
 _CHANGES_SHOWN = 12
 _LEAST_SECONDS = 0.005
-_UNTRACKABLE = "every run must trace the step, because:"
 _COLORS = {"ok": "green", "warning": "yellow", "fault": "red"}
-_EVENTS = {
-    "built": "built: traced, lowered and compiled",
-    "loaded": "loaded, without a trace",
-    "relinked": "traced, and loaded without compiling",
-    "verified": "verified by a trace in the background",
-    "stale": "found stale by a trace in the background",
+_SOURCES = {
+    "memory": "traced; the program is in memory",
+    "preloaded": "traced; the program was preloaded",
+    "disk": "traced; the program is loaded from disk",
+    "remote": "traced; the program is loaded from the shared cache",
+    "rank": "traced; the program comes from another rank",
 }
 
 
@@ -129,48 +126,16 @@ def _named(names: Collection[str], rows: Iterable[Iterable[Any]], **options: Any
     return _table([{name: _field(name, value) for name, value in row} for row in cells], **options)
 
 
-def _outline(fields: Mapping[str, Any], limit: int | None, indent: str = "") -> Iterator[str]:
-    """Yields nested data as indented lines; of each collection, the first `limit` rows."""
-    for name, value in fields.items():
-        title = name.removesuffix("_time").removesuffix("_bytes").replace("_", " ")
-        if name == "seconds":
-            yield f"{indent}{title}: {_stages(value)}"
-        elif name in ("dependencies", "used") and value:
-            yield f"{indent}{title}:"
-            yield from _outline(value, limit, f"{indent}  ")
-        elif isinstance(value, dict | list | tuple):
-            rows = list(value.items() if isinstance(value, dict) else value)
-            if rows:
-                yield f"{indent}{title} ({len(rows)}):"
-            yield from (f"{indent}  {_row(row)}" for row in rows[:limit])
-            if limit is not None and len(rows) > limit:
-                yield f"{indent}  … and {len(rows) - limit} more (--all)"
-        elif text := _field(name, value):
-            yield f"{indent}{title}: {text}"
-
-
-def _row(row: Any) -> str:
-    match row:
-        case {"part": _}:
-            return change_in_words(row)
-        case dict():
-            return ", ".join(_field(name, value) for name, value in row.items())
-        case (str(), str()):
-            return " = ".join(row)
-        case [*parts]:
-            return " ".join(parts)
-    return str(row)
-
-
 def inventory(found: Inventory) -> Rendered:
-    """Renders `ls`: a row for each step, and for each program that no step names."""
+    """Renders `ls`: a row for each program."""
     if not found.items:
         yield f"{found.directory} holds no programs."
         return
     rows = list(map(_cells, found.items))
-    yield _table(rows, right=("size", "took"), cut="what")
+    yield _table(rows, right=("size", "took"), cut="step")
     size = f"{readable_bytes(found.size_bytes)} in {found.directory}"
-    yield f"{counted(found.steps, 'step')}, {counted(found.programs, 'program')}, {size}"
+    scripts = f" of {counted(found.predictions, 'script')}" if found.predictions else ""
+    yield f"{counted(found.programs, 'program')}{scripts}, {size}"
     for item in found.items:
         if item.problem:
             yield Text(f"{item.kind} {item.digest[:12]} is damaged: {item.problem}", "red")
@@ -180,46 +145,39 @@ def inventory(found: Inventory) -> Rendered:
 
 def _cells(item: Item) -> dict[str, str]:
     name = item.label or "?"
-    what = name if item.kind == "step" else f"{item.kind} of {name}"
-    gone = f", {len(item.missing)} gone" if item.missing else ""
     return {
-        "what": f"damaged: {what}" if item.problem else what,
-        "digest": item.digest[:12],
-        "programs": f"{len(item.programs)}{gone}" if item.programs else "",
+        "step": f"damaged: {name}" if item.problem else name,
+        "program": item.digest[:12],
         "size": readable_bytes(item.size_bytes),
         "built": _ago(item.built_time),
-        "took": _field("built_seconds", item.built_seconds),
+        "took": _field("build_seconds", item.build_seconds),
         "last used": _ago(item.used_time),
     }
 
 
-def details(found: Details, *, everything: bool) -> Rendered:
-    """Renders `show`: one entry, or only the first rows of each list of its latest build."""
-    limit = None if everything else _ROWS_SHOWN
+def details(found: Details) -> Rendered:
+    """Renders `show`: one entry."""
     yield Text(f"{found.kind} {found.digest}", "bold")
     fields = asdict(found)
-    shown = ("label", "size_bytes", "created_time", "used_time", "used_by")
-    yield from _outline({name: fields[name] for name in shown}, limit)
+    for name in ("label", "size_bytes", "created_time", "used_time", "programs"):
+        if text := _field(name, fields[name]):
+            yield f"{name.removesuffix('_time').removesuffix('_bytes')}: {text}"
+    if found.seconds:
+        yield f"seconds: {_stages(found.seconds)}"
+    for each in found.captured:
+        yield "captured: " + ", ".join(_field(name, value) for name, value in each.items())
     if found.problem:
         yield Text(f"damaged: {found.problem}", "red")
-    for number, build in enumerate(fields["builds"], 1):
-        yield Text(f"\nbuild {number} of {len(found.builds)}", "bold")
-        size = "gone" if build["program_bytes"] is None else readable_bytes(build["program_bytes"])
-        build["program"] = f"{build['program'][:12]}, {size}"
-        build["devices"] = ", ".join(map(str, build["devices"]))
-        left_out = {"program_bytes"}
-        left_out |= set() if everything or number == 1 else {"dependencies", "used"}
-        yield from _outline({k: v for k, v in build.items() if k not in left_out}, limit, "  ")
+    if found.module:
+        yield f"\n{found.module}"
 
 
 def verified(count: int, found: Sequence[Checked], directory: str) -> Rendered:
     """Renders `verify`: the problems, and the number of entries that were read."""
     for each in found:
         name = f"{each.kind} {each.digest[:12]} {each.label}".rstrip()
-        color = "red" if each.state == "damaged" else "yellow"
-        yield Text(f"{name} is {each.state}: {each.problem}", color)
-    damaged = sum(each.state == "damaged" for each in found)
-    outcome = f"{damaged} damaged, now in quarantine" if damaged else "none is damaged"
+        yield Text(f"{name} is damaged: {each.problem}", "red")
+    outcome = f"{len(found)} damaged, now in quarantine" if found else "none is damaged"
     yield f"{counted(count, 'entry')} in {directory} read and checked: {outcome}."
 
 
@@ -231,7 +189,7 @@ def why(run: Run) -> Rendered:
     yield Text(f"{_of(run)}{ranks}{importing}", "bold")
     for each in run.happenings:
         rank = f", rank {each.rank}" if ranks else ""
-        event = _EVENTS.get(each.event, each.event)
+        event = _SOURCES.get(each.source.partition(" ")[0], each.event)
         yield Text(f"\n{each.step} ({each.label}){rank}: {event}", "bold")
         yield from (f"  {line}" for line in _happening(each))
 
@@ -242,33 +200,24 @@ def _of(run: Run) -> str:
 
 def _happening(each: Row) -> Iterator[str]:
     yield f"{sum(each.seconds.values()):.2f} s: {_stages(each.seconds)}"
-    if each.changes or each.event != "loaded":
-        yield from each.reason.splitlines()
-    for title, lines in (
-        ("", [*map(change_in_words, each.changes)]),
-        ("since an earlier run these have changed:", [*map(change_in_words, each.stored)]),
-        (_UNTRACKABLE, each.untrackable),
-    ):
-        if title and lines:
-            yield title
-        yield from (f"  {line}" for line in shortened(lines, _CHANGES_SHOWN))
+    yield from each.reason.splitlines()
+    changes = shortened([*map(change_in_words, each.changes)], _CHANGES_SHOWN)
+    yield from (f"  {change}" for change in changes)
+    if each.not_stored:
+        yield f"each run has to compile it: {each.not_stored}"
 
 
 def startup_ledger(runs: Sequence[Run]) -> Rendered:
-    """Renders `why --runs`: seconds by stage of several runs side by side, the latest first.
-
-    The sum leaves out verification, which runs in the background.
-    """
+    """Renders `why --runs`: seconds by stage of several runs side by side, the latest first."""
     headings = ["latest", *(f"{number} before" for number in range(1, len(runs)))]
     totals = [slowest_seconds(run) for run in runs]
     stages = in_order({stage for total in totals for stage in total})
     for total in totals:
-        total["all"] = sum(total.values()) - total.get("verify", 0.0)
+        total["all"] = sum(total.values())
     rows = []
     for stage in (*stages, "all"):
         cells = (f"{total[stage]:.2f}" if stage in total else "·" for total in totals)
-        label = "verify (background)" if stage == "verify" else stage
-        rows.append({"seconds": label, **dict(zip(headings, cells, strict=True))})
+        rows.append({"seconds": stage, **dict(zip(headings, cells, strict=True))})
     yield _table(rows, right=headings)
     yield ""
     for heading, run in zip(headings, runs, strict=True):
@@ -294,36 +243,11 @@ def ranks(run: Run) -> Rendered:
     yield f"Rank {last.rank} started slowest; slowest by stage: {slowest}"
 
 
-def exported(result: Exported) -> Rendered:
-    """Renders `export`: the contents of the bundle, and the entries that were left out."""
-    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
-    yield f"{result.file}: {steps}, {programs}, {readable_bytes(result.size_bytes)}"
-    yield from (f"left out: {each}" for each in result.left_out)
-
-
-def imported(result: Imported) -> Rendered:
-    """Renders `import`: what was stored, and the settings of processes that can load it."""
-    yield _copied(result, "imported")
-    if result.foreign:
-        refused = f"refused: {counted(len(result.refused), 'step')}"
-        what = refused if result.refused else "stored, although"
-        yield f"{what} built for another environment:"
-        yield records(result.foreign)
-    if result.settings:
-        yield "Processes load them if they have these settings, which differ in this process:"
-        yield records(result.settings)
-
-
 def shared(result: Shared, how: str) -> Rendered:
     """Renders `push` and `pull`; `how` is "pushed to" or "pulled from"."""
-    yield _copied(result, f"{how} {result.remote}")
-    yield from (f"left out: {each}" for each in result.left_out)
-
-
-def _copied(result: Imported | Shared, how: str) -> str:
     there = f" ({result.already_there} more were there)" if result.already_there else ""
-    steps, programs = counted(len(result.steps), "step"), counted(result.programs, "program")
-    return f"{steps} and {programs} {how}{there}."
+    yield f"{counted(result.programs, 'program')} {how} {result.remote}{there}."
+    yield from (f"left out: {each}" for each in result.left_out)
 
 
 def removed(count: int, freed_bytes: int, left_bytes: int, place: str) -> Rendered:

@@ -65,7 +65,7 @@ def report(
     listing: bool,
     every: float | None,
 ) -> Result:
-    """Reports what a run built, loaded and moved.
+    """Reports what a run compiled, loaded and moved.
 
     RUN is "last", a number of --list, the beginning of a run's name, or the name of a script. The
     formats are a page of HTML, metrics for Prometheus, and a trace for https://ui.perfetto.dev.
@@ -98,12 +98,12 @@ def report(
 
 def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str]:
     """Returns a run and its report; None and no text if there is no such run."""
-    archive = inventory.open_existing(directory)
-    run = runs.find_run(archive, wanted)
+    store = inventory.open_existing(directory)
+    run = runs.find_run(store, wanted)
     if run is None:
         return None, ""
     named = runs.program_steps(run)
-    entries = inventory.entries_of(archive)
+    entries = inventory.entries_of(store)
     sizes = {each.digest: each.size_bytes for each in entries if each.digest in named}
     return run, _FORMATS[form](run, sizes)
 

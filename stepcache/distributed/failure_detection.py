@@ -34,7 +34,7 @@ from typing import Any, Literal
 import jax
 
 from stepcache._process_hooks import quick_switching
-from stepcache.distributed import hang_report
+from stepcache.distributed import hang_report, service_calls
 from stepcache.distributed.global_arrays import pending_ranks
 from stepcache.distributed.hang_report import Movement, Row, table
 from stepcache.distributed.loss import Loss
@@ -165,7 +165,7 @@ class Watch:
                 return
             self._events.inbox.put(("suspicion", first_line(error)))
             for _ in range(_PROBES):  # Rank 0's port closes a little later than its connections.
-                if self.rank and coordination.coordinator_refuses():
+                if self.rank and service_calls.coordinator_refuses():
                     self.lose_service(first_line(error))
                 if self.loss.known.wait(_PROBE_SECONDS):
                     break
@@ -214,7 +214,7 @@ class Watch:
 
     def _watch_coordinator(self) -> None:
         """Logs the loss of rank 0 before JAX's abort, which has begun, ends this process."""
-        if coordination.wait_until_coordinator_ends(self._is_shut_down):
+        if service_calls.wait_until_coordinator_ends(self._is_shut_down):
             with quick_switching():  # JAX's abort does not wait for the 5 ms of a thread switch.
                 self.lose_service(ENDED)
 

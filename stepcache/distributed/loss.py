@@ -14,8 +14,9 @@ from concurrent.futures import Future, wait
 from stepcache.distributed import hang_report
 from stepcache.distributed.hang_report import Movement
 from stepcache.distributed.pod_events import ANSWER_SECONDS, PodEvents
+from stepcache.distributed.service_calls import call_in_thread
 from stepcache.errors import RankLostError
-from stepcache.jaxcompat.coordination import Service, Unreachable, call_in_thread
+from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.units import readable_ranks
 
 _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.

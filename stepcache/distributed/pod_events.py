@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.distributed.hang_report import Row
-from stepcache.jaxcompat.coordination import LimitedService, Service, Unreachable
+from stepcache.distributed.service_calls import LimitedService
+from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.storage import plain
 
 ANSWER_SECONDS = 5.0

@@ -7,16 +7,15 @@ from typing import Any
 
 import jax
 
-from stepcache.calls.signature import AttributePath
-
 
 class ModuleState:
     """One module in the place where it was in a call, or is in its outputs.
 
     Attributes:
         values: its arrays, in the order of the structure.
-        structure: the rest of it, which can be hashed and compared. Its `paths()` are those of the
-            arrays, in order, such as `layers/3/kernel`, and its `settings()` describe all else.
+        structure: the rest of it, which can be hashed and compared. Its `paths()` are JAX's keys of
+            the arrays, in order: each has the path for rules, such as `layers/3/kernel`, as `name`.
+            Its `settings()` describe all else, by such paths.
     """
 
     __slots__ = ("structure", "values")
@@ -27,10 +26,7 @@ class ModuleState:
 
 jax.tree_util.register_pytree_with_keys(
     ModuleState,
-    lambda state: (
-        [(AttributePath(p), x) for p, x in zip(state.structure.paths(), state.values, strict=True)],
-        state.structure,
-    ),
+    lambda state: (list(zip(state.structure.paths(), state.values, strict=True)), state.structure),
     ModuleState,
     operator.attrgetter("values", "structure"),
 )
@@ -41,13 +37,20 @@ def is_state(x: Any) -> bool:
     return isinstance(x, ModuleState)
 
 
+def text_of(value: Any) -> str:
+    """A text that differs for values that differ, as two functions that `jax.jit` made of one."""
+    text, address = repr(value), hex(id(value))
+    is_compared_by_identity = type(value).__hash__ is object.__hash__
+    return f"{text} at {address}" if is_compared_by_identity and address not in text else text
+
+
 class Outcome:
     """What a program over modules returns."""
 
     __slots__ = ("about", "outputs", "states")
 
-    def __init__(self, about: tuple, children: Any):
-        self.about = about  # Plain values that say how to give the others back.
+    def __init__(self, about: Any, children: Any):
+        self.about = about  # Plain values about the call, which are no arrays.
         self.states, self.outputs = children  # The modules' new values; what the function returned.
 
 
@@ -60,11 +63,16 @@ class OverModules:
     """What a program runs in the place of a function over modules.
 
     No function, so that whatever asks for code, a file or a signature finds those of the user's.
+
+    Attributes:
+        __wrapped__: the user's function.
     """
 
-    def __init__(self, fun: Any, name: str):
-        self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
+    __wrapped__: Any
+
+    def __init__(self, name: str, module: str):
         self.__name__ = self.__qualname__ = name
+        self.__module__ = module
 
     def __repr__(self) -> str:
         return repr(self.__wrapped__)

@@ -14,12 +14,9 @@ import jax
 from flax import nnx
 from flax.nnx import extract, graphlib
 
+from stepcache.calls.layers import function_name
 from stepcache.calls.signature import AttributePath
-from stepcache.fingerprint.tokens import ATOMS, atom, digest
-from stepcache.fingerprint.trail import Trail
-from stepcache.fingerprint.values import HANDLERS
-from stepcache.jaxcompat.tree_codec import CODECS
-from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state
+from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state, text_of
 from stepcache.modules.nnx_variables import is_module, is_reference, set_values
 
 
@@ -42,22 +39,23 @@ class GraphStructure:
     def __repr__(self) -> str:
         return repr(self.graphdef)
 
-    def paths(self) -> list[str]:
+    def paths(self) -> list[AttributePath]:
         """The path of each array, in order."""
         arrays = graphlib.VariableDef | graphlib.LeafAttr
-        return [_text(path) for path, item in self.items() if isinstance(item, arrays)]
+        items = self.items()
+        return [AttributePath(_text(path)) for path, item in items if isinstance(item, arrays)]
 
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: static attributes, and the classes of modules; by path."""
         found: dict[str, str] = {}
         for path, item in self.items():
             if isinstance(item, graphlib.Static) and not str(path[-1]).startswith("_pytree__"):
-                found[_text(path)] = repr(item.value)
+                found[_text(path)] = text_of(item.value)
             elif isinstance(item, graphlib.NodeDef | graphlib.VariableDef):
-                found[_text(path)] = repr(item.type)
+                found[_text(path)] = text_of(item.type)
             if isinstance(item, graphlib.VariableDef):
                 named = item.metadata.items()
-                found.update((_text((*path, name)), repr(value)) for name, value in named)
+                found.update((_text((*path, name)), text_of(value)) for name, value in named)
         return found
 
     def items(self) -> Iterator[tuple[tuple, Any]]:
@@ -88,40 +86,6 @@ def _text(path: tuple) -> str:
     return "/".join(map(str, path))
 
 
-def _note_structure(walk: Trail, path: str, structure: GraphStructure) -> None:
-    """Notes what a program depends on in a module: each static value under its own path."""
-    owner, shape = path.removesuffix(f" ({ModuleState.__name__})"), list[str]()
-    for keys, item in structure.items():
-        where = owner + str(AttributePath(_text(keys)))
-        parts: dict[str, Any] = {}
-        if isinstance(item, graphlib.Static):
-            parts[""] = item.value
-        elif isinstance(item, graphlib.VariableDef):
-            shape.append(f"{item.index} {item.outer_index}")
-            parts = {" (class)": item.type, " (reference)": item.array_refdef}
-            parts |= {f".{name}": value for name, value in item.metadata.items()}
-        elif isinstance(item, graphlib.NodeDef):
-            shape.append(f"{item.index} {item.outer_index} {item.num_attributes}")
-            parts = {" (class)": item.type, " (kept)": item.metadata}
-        elif isinstance(item, graphlib.NodeRef):
-            shape.append(f"see {item.index}")
-        elif not isinstance(item, graphlib.LeafAttr):
-            parts[""] = item
-        shape.append(f"{type(item).__name__} {keys!r} {list(parts)}")
-        for name, value in parts.items():
-            if type(value) in ATOMS and name:
-                shape.append(atom(value))
-            else:
-                walk.value(where + name, value)
-    walk.note(f"{owner} (structure)", digest(shape))
-
-
-HANDLERS[GraphStructure] = _note_structure
-
-
-CODECS[GraphStructure.__name__] = (GraphStructure, lambda each: each.graphdef, GraphStructure)
-
-
 NOTHING_ELSE = (False, False)
 """`Outcome.about` where values of variables are all that has changed: see `OverGraphs`."""
 
@@ -133,16 +97,12 @@ class Known(int):
     __slots__ = ()
 
 
-CODECS[Known.__name__] = (Known, int, Known)
-
-
 class GraphCall:
     """The arguments of a call as its program takes them: `ModuleState` in the place of modules."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self.objects = graphlib.RefMap()  # The number of each: modules and variables.
-        self.states, self.roots = list[ModuleState](), list[Any]()  # Of the modules; and these.
-        self.held = list[Any]()  # For each state, what holds small values between calls, if asked.
+        self.states = list[ModuleState]()  # Of the modules, in order.
 
         def take(x: Any) -> Any:
             if not is_module(x):
@@ -151,7 +111,6 @@ class GraphCall:
                 x, ref_index=self.objects, with_paths=False, graph=True
             )
             self.states.append(ModuleState(GraphStructure(about), values))
-            self.roots.append(x)
             return self.states[-1]
 
         self.args, self.kwargs = jax.tree.map(take, (args, kwargs), is_leaf=is_module)
@@ -216,6 +175,10 @@ class OverGraphs(OverModules):
     values of variables, each is a `ModuleState`, and the first of `Outcome.about` is true. The
     second says whether there are modules among the outputs.
     """
+
+    def __init__(self, fun: Any):
+        super().__init__(function_name(fun), getattr(fun, "__module__", ""))
+        self.__wrapped__ = fun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
         objects, modules, before = graphlib.IndexMap(), [], []

@@ -21,9 +21,7 @@ from flax.nnx.pytreelib import PytreeState
 
 from stepcache.modules.module_state import ModuleState, Outcome
 from stepcache.modules.nnx_graph import GraphCall
-from stepcache.modules.nnx_held import put
-from stepcache.modules.nnx_tree import TreeCall
-from stepcache.modules.nnx_variables import has_modules, metadata_of, raw_values
+from stepcache.modules.nnx_variables import has_modules, metadata_of, value_of
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, bool, complex, str, type(None))
 _PLANS_PER_STEP = 4
@@ -41,15 +39,15 @@ class CallPlan:
     that are inside other arguments, or hold something that no plan can compare.
     """
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall):
+    def __init__(self, args: tuple, kwargs: dict[str, Any], call: GraphCall):
         places = [place for place, each in enumerate(args) if graphlib.is_graph_node(each)]
         if not places or len(places) != len(call.states) or not call.is_flat:
             raise Unplanned
         self._count, self._names = len(args), frozenset(kwargs)
         self._others = [place for place in range(len(args)) if place not in places]
-        self._variables, self._kind = call.variables, type(call)
+        self._variables = call.variables
         self._contents = _Contents(call.objects, [args[place] for place in places])
-        self.held, self._rows, start = call.held, [], 0
+        self._rows, start = [], 0
         for place, state in zip(places, call.states, strict=True):
             part = slice(start, start + len(state.values))
             self._rows.append((place, weakref.ref(args[place]), state.structure, part))
@@ -68,23 +66,14 @@ class CallPlan:
         return self._contents.are_unchanged([args[place] for place, _, _, _ in self._rows])
 
     def run(self, step: Callable[..., Outcome], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a call. Raises `Unplanned` if variables have values that buffers cannot take."""
-        taken = list(args)
-        if self.held:
-            parts = [each.taken() for each in self.held]
-        else:
-            values = raw_values(self._variables)
-            parts = [values[part] for _, _, _, part in self._rows]
-        for (place, _, structure, _), part in zip(self._rows, parts, strict=True):
-            if part is None:
-                raise Unplanned
-            taken[place] = ModuleState(structure, part)
+        """Runs a call."""
+        taken, values = list(args), list(map(value_of, self._variables))
+        for place, _, structure, part in self._rows:
+            taken[place] = ModuleState(structure, values[part])
         outcome = step(*taken, **kwargs)
-        if self.held and put(self.held, outcome):
+        if GraphCall.write(self._variables, outcome):
             return outcome.outputs
-        if not self.held and self._kind.write(self._variables, outcome):
-            return outcome.outputs
-        return self._kind(args, kwargs).finish(outcome)
+        return GraphCall(args, kwargs).finish(outcome)
 
     def when_gone(self, forget: Callable[[Any], None]) -> None:
         """Has `forget` called when a module of the calls is gone."""
@@ -94,7 +83,7 @@ class CallPlan:
         ]
 
 
-def planned(args: tuple, kwargs: dict[str, Any], call: GraphCall | TreeCall) -> CallPlan | None:
+def planned(args: tuple, kwargs: dict[str, Any], call: GraphCall) -> CallPlan | None:
     """The plan for calls like this one; None where there can be none."""
     try:
         return CallPlan(args, kwargs, call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,31 +16,6 @@ metadata_of: Callable[[nnx.Variable], dict] = vars(nnx.Variable)["_var_metadata"
 """The metadata of a variable; not a copy."""
 
 _set_value = vars(nnx.Variable)["_raw_value"].__set__
-_delete_value = vars(nnx.Variable)["_raw_value"].__delete__
-
-
-def raw_values(variables: Iterable[nnx.Variable]) -> list[Any]:
-    """The raw values of variables, also of those whose value is held elsewhere."""
-    variables = list(variables)
-    try:
-        return list(map(value_of, variables))
-    except AttributeError:  # `nnx_packing` holds some.
-        return [each.get_raw_value() for each in variables]
-
-
-def is_empty(variable: nnx.Variable) -> bool:
-    """Whether a variable has no value of its own."""
-    try:
-        value_of(variable)
-    except AttributeError:
-        return True
-    return False
-
-
-def clear_value(variable: nnx.Variable) -> None:
-    """Takes the value from a variable that has one."""
-    with contextlib.suppress(AttributeError):
-        _delete_value(variable)
 
 
 def set_values(variables: Iterable[nnx.Variable], values: Iterable[Any]) -> None:

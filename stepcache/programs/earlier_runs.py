@@ -17,11 +17,11 @@ import jax
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
-from stepcache.calls.origin import file_label, is_users_file
 from stepcache.calls.signature import Leaf, short_type, shorten
 from stepcache.calls.step_spec import Request
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
+from stepcache.origin import file_label, is_users_file
 from stepcache.programs.module_difference import difference
 from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore
@@ -52,14 +52,14 @@ def describe(label: str, request: Request) -> Described:
         call[f"argument {path.text}"] = _leaf_text(leaf)
     for static in key.signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
-    options = dict(key.options)
-    for name, value in options.items():
-        follows_from_carry = options["carry"] and name.startswith("donate_arg")
-        if value not in (None, ()) and not follows_from_carry:
-            call[f"option {name}"] = _text(value)
+    options = {name: value for name, value in key.options if value not in (None, ())}
+    if "carry" in options:  # What is donated follows from it.
+        options = {name: value for name, value in options.items() if name[:7] != "donate_"}
+    call |= {f"option {name}": _text(value) for name, value in options.items()}
     call["mesh"] = _mesh_text(key)
-    environment = {f"config {name}": _text(value) for name, value in key.environment}
-    return Described(label, call, environment | jaxcompat.process_environment())
+    # The settings are those of the call; this may run in another thread.
+    settings = {f"config {name}": _text(value) for name, value in key.environment}
+    return Described(label, call, jaxcompat.process_environment() | settings)
 
 
 def prediction_of(
@@ -141,7 +141,7 @@ def compared_with_earlier_run(
         before = store.module_of(row.program)
         found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:
-            changes, more = (*changes, found.change), found.more
+            changes, more = (*changes, *found.changes), found.more
     if not changes:
         return miss
     if is_first:

@@ -1,8 +1,8 @@
-"""Says where two lowered modules differ: the first place, in words, with the user's source line.
+"""Says where two lowered modules differ: the first places, in words, with the user's source line.
 
-Compares operations by name, attributes, types, and the constants and arguments that they read, and
-not by the results that they read: a changed operation would change all that follow it. Only where
-nothing else differs does the difference lie in which results are read.
+Operations are compared by name, attributes, types, and the constants and arguments that they read,
+and not by the results that they read: one changed operation would change all that follow. If this
+finds nothing, the modules differ in which results are read.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from stepcache.programs.module_text import NUMBER, ModuleText, Operation
 from stepcache.programs.module_words import apart, in_words, pieces_of
 from stepcache.units import counted
 
+_MOST_CHANGES = 3
+_WINDOW = 1000  # Operations that are matched at once: a match takes time with their square.
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleDifference:
-    """The first place where two modules differ, and how many other places do.
+    """Where two modules differ.
 
     Attributes:
-        change: its `path` is a source line (`model.py:31 in layer`), an argument, an output or a
-            setting of the module.
-        more: further source lines, arguments, outputs and settings that differ.
+        changes: the first places, up to three: settings and arguments, then source lines, those
+            with an unknown operation before others, then outputs. The `path` of each names it,
+            such as `model.py:31 in layer`.
+        more: how many further places differ.
     """
 
-    change: Change
+    changes: tuple[Change, ...]
     more: int = 0
 
     def __str__(self) -> str:
-        rest = f"; and {counted(self.more, 'more place')}" if self.more else ""
-        return f"{self.change}{rest}"
+        more = [f"and {counted(self.more, 'more place')}"] if self.more else []
+        return "; ".join([*map(str, self.changes), *more])
 
 
 def difference(
@@ -44,7 +48,7 @@ def difference(
     is_users_file: Callable[[str], bool],
     label_of: Callable[[str], str] = os.path.basename,
 ) -> ModuleDifference | None:
-    """Returns the first difference between two modules; None if only locations differ.
+    """Returns where two modules differ; None if only in locations, or in ways that it cannot tell.
 
     Args:
         before: StableHLO with locations, as `jax.stages.Lowered.as_text(debug_info=True)`.
@@ -58,7 +62,7 @@ def difference(
 
     def place_of(module: ModuleText, operation: Operation) -> str:
         frames = module.frames(operation)
-        for file, line, function in [f for f in frames if is_users_file(f.file)] or frames:
+        for file, line, function in [f for f in frames if is_users_file(f[0])] or frames:
             function = function.rpartition("<locals>.")[2].replace("<module>", "")
             return f"{label_of(file)}:{line}" + (f" in {function}" if function else "")
         return "module"
@@ -66,74 +70,90 @@ def difference(
     changes: dict[str, Change] = {}
     try:
         old, new = ModuleText(before), ModuleText(after)
-        for place, *sides in _differences(old, new, place_of) or _rewired(old, new, place_of):
-            changes.setdefault(place, Change("code", place, *sides))
+        found = _differences(old, new, place_of) or list(_rewired(old, new, place_of))
+        if not found and old.name != new.name:
+            found = [("name of the function", old.name, new.name)]
+        for place, one, other in found:
+            changes.setdefault(place, Change("code", place, one, other))
     except Exception as error:  # Text of a form not known here must not hide the miss it explains.
         changes["module"] = Change("code", "module", "one text", f"another text ({error!r})")
-    return ModuleDifference(next(iter(changes.values())), len(changes) - 1) if changes else None
+    first = tuple(changes.values())[:_MOST_CHANGES]
+    return ModuleDifference(first, len(changes) - len(first)) if changes else None
 
 
 _PlaceOf = Callable[[ModuleText, Operation], str]
 _Difference = tuple[str, str, str]  # The place, and the words for before and after.
-_Listed = tuple[tuple | None, Operation]  # The key of an operation, and the operation.
-_ABSENT = "absent"
+_Listed = tuple[int, Operation]  # The number of its key, and an operation.
+_Pair = tuple[Operation | None, Operation | None]
 
 
 def _differences(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list[_Difference]:
     """Returns causes before their effects, as far as an order can tell them apart."""
-    found = list(_named_differences(old.inputs, new.inputs))
-    found += _operation_differences(old, new, place_of)
-    found += _named_differences(old.outputs, new.outputs)
-    for before, after in ((old.inputs, new.inputs), (old.outputs, new.outputs)):
+    arguments, new_arguments = old.arguments, new.arguments
+    if len(arguments) == len(new_arguments):  # Their names are no part of the program.
+        named = zip(new_arguments, arguments, strict=True)
+        arguments = [(name, text) for (name, _), (_, text) in named]
+    inputs, new_inputs = old.settings | dict(arguments), new.settings | dict(new_arguments)
+    found = [*_in_both(inputs, new_inputs), *_of_operations(old, new, place_of)]
+    found += _in_both(old.outputs, new.outputs)
+    for before, after in ((inputs, new_inputs), (old.outputs, new.outputs)):
         for name in sorted(before.keys() ^ after.keys()):
-            sides = (
-                ", ".join(pieces_of(side[name])) if name in side else _ABSENT
-                for side in (before, after)
-            )
-            found.append((name, *sides))
-    if old.name != new.name:
-        found.append(("name of the function", old.name, new.name))
+            texts = [", ".join(pieces_of(side.get(name, "absent"))) for side in (before, after)]
+            found.append((name, texts[0], texts[1]))
     return found
 
 
-def _named_differences(before: dict[str, str], after: dict[str, str]) -> Iterator[_Difference]:
+def _in_both(before: dict[str, str], after: dict[str, str]) -> Iterator[_Difference]:
     for name, text in before.items():
-        if text != after.get(name, text):
-            yield name, apart(text, after[name]), apart(after[name], text)
+        sides = apart(text, after.get(name, text)), apart(after.get(name, text), text)
+        if sides[0] != sides[1]:
+            yield name, *sides
 
 
-def _operation_differences(
-    old: ModuleText, new: ModuleText, place_of: _PlaceOf
-) -> Iterator[_Difference]:
+def _of_operations(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list[_Difference]:
     # An argument that only one of the two reads shifts the places of the others.
-    by_name = old.arguments != new.arguments
-    bodies, other_bodies = (
-        {name: [_key(each, by_name) for each in body] for name, body in module.functions.items()}
+    by_name = len(old.arguments) != len(new.arguments)
+    numbers: dict[tuple | None, int] = {}  # Numbers of keys are faster to compare.
+    keys, new_keys = (
+        {
+            name: [numbers.setdefault(_key(each, by_name), len(numbers)) for each in body]
+            for name, body in module.functions.items()
+        }
         for module in (old, new)
     )
-    before, after = _listed(old, bodies, other_bodies), _listed(new, other_bodies, bodies)
-    pairs = _pairs(before, after)
+    before, after = _listed(old, keys, new_keys), _listed(new, new_keys, keys)
     if Counter(key for key, _ in before) == Counter(key for key, _ in after):
-        moved = [(one, other) for (a, one), (b, other) in zip(before, after, strict=True) if a != b]
-        for one, other in moved[:1]:
-            order = f"{in_words(other)}, as part of another order of the same operations"
-            yield place_of(new, other), in_words(one), order
-        return
-    for one, other in pairs:
+        pairs = zip(before, after, strict=True)
+        moved = [(one, other) for (key, one), (other_key, other) in pairs if key != other_key]
+        order = " (the same operations in another order)"
+        return [
+            (place_of(new, other), in_words(one, other), in_words(other, one) + order)
+            for one, other in moved[:1]
+        ]
+    names = {operation.name for _, operation in before} ^ {operation.name for _, operation in after}
+    found: dict[str, tuple[int, str, str]] = {}
+    for one, other in _pairs(before, after):
         place = place_of(new, other) if other else place_of(old, one) if one else ""
-        yield place, in_words(one, other), in_words(other, one)
+        # An operation that the other module does not know at all says most: of those of its line,
+        # and of all lines, as with the barrier that `jax.checkpoint` adds.
+        is_known = not any(each and each.name in names for each in (one, other))
+        words = is_known, in_words(one, other), in_words(other, one)
+        found[place] = min(found.get(place, words), words, key=lambda each: each[0])
+    return [(place, *words[1:]) for place, words in sorted(found.items(), key=lambda e: e[1][0])]
 
 
 def _key(operation: Operation, by_name: bool) -> tuple | None:
-    """What two operations have in common that are no difference."""
+    """Returns what makes two operations the same."""
     if operation.name == "return" and operation.function == "main":
         return None  # Outputs are compared by name.
-    known = {"constant": "shown", "argument": "shown" if by_name else "wire", "result": "kind"}
-    read = [getattr(value, known[value.kind]) for value in operation.operands]
-    return operation.name, operation.text, *read
+    told_by = {"argument": "shown" if by_name else "wire", "result": "kind"}
+    read = [getattr(value, told_by.get(value.kind, "shown")) for value in operation.operands]
+    # What a loop carries follows from its body and its bound, which say more.
+    results = operation.results if not operation.name.endswith("while") else ()
+    return operation.name, operation.attributes, *results, *read
 
 
-def _listed(module: ModuleText, bodies: dict[str, list], others: dict[str, list]) -> list[_Listed]:
+def _listed(module: ModuleText, keys: dict[str, list], others: dict[str, list]) -> list[_Listed]:
     """Returns the operations in the order in which they run, those of a function at its first call.
 
     A function that the other module has too, or that has no counterpart there, is left out: its
@@ -145,37 +165,28 @@ def _listed(module: ModuleText, bodies: dict[str, list], others: dict[str, list]
     seen = {"main"}
 
     def walk(name: str) -> None:
-        is_changed = tuple(bodies[name]) not in known and NUMBER.sub("", name) in names
-        for key, operation in zip(bodies[name], module.functions[name], strict=True):
-            if operation.callee in bodies and operation.callee not in seen:
+        is_changed = tuple(keys[name]) not in known and NUMBER.sub("", name) in names
+        for key, operation in zip(keys[name], module.functions[name], strict=True):
+            if operation.callee in keys and operation.callee not in seen:
                 seen.add(operation.callee)
                 walk(operation.callee)
             if is_changed:
                 listed.append((key, operation))
 
-    if "main" in bodies:
+    if "main" in keys:
         walk("main")
     return listed
 
 
-_WINDOW = 1500  # Lines that are matched at once: a match takes time with their square.
-
-
-def _pairs(
-    before: Sequence[_Listed], after: Sequence[_Listed]
-) -> Iterator[tuple[Operation | None, Operation | None]]:
+def _pairs(before: Sequence[_Listed], after: Sequence[_Listed]) -> Iterator[_Pair]:
     """Yields the operations that differ, beside their counterparts."""
-    start = 0
-    while start < min(len(before), len(after)) and before[start][0] == after[start][0]:
-        start += 1
+    start = _same(before, after)
     before, after = before[start:], after[start:]
-    same = 0
-    while same < min(len(before), len(after)) and before[-1 - same][0] == after[-1 - same][0]:
-        same += 1
-    before, after = before[: len(before) - same], after[: len(after) - same]
+    end = _same(before[::-1], after[::-1])
+    before, after = before[: len(before) - end], after[: len(after) - end]
     while before or after:
         old, new = before[:_WINDOW], after[:_WINDOW]
-        codes = _matched([key for key, _ in old], [key for key, _ in new])
+        codes = list(_matched([key for key, _ in old], [key for key, _ in new]))
         if len(before) > _WINDOW or len(after) > _WINDOW:
             # What follows the last match may match beyond the window.
             while len(codes) > 1 and codes[-1][0] != "equal":
@@ -186,9 +197,15 @@ def _pairs(
         before, after = before[codes[-1][2] :], after[codes[-1][4] :]
 
 
-def _paired(
-    before: Sequence[_Listed], after: Sequence[_Listed]
-) -> Iterator[tuple[Operation | None, Operation | None]]:
+def _same(before: Sequence[_Listed], after: Sequence[_Listed]) -> int:
+    """Returns how many operations are the same at the start."""
+    pairs = enumerate(zip(before, after, strict=False))
+    return next(
+        (n for n, (one, other) in pairs if one[0] != other[0]), min(len(before), len(after))
+    )
+
+
+def _paired(before: Sequence[_Listed], after: Sequence[_Listed]) -> Iterator[_Pair]:
     """The counterpart of an operation is one of the same name, or else the one at its place."""
     names = ([operation.name for _, operation in side] for side in (before, after))
     for _, low, high, other_low, other_high in _matched(*names):
@@ -197,16 +214,22 @@ def _paired(
                 yield one and one[1], other and other[1]
 
 
-def _matched(before: Sequence, after: Sequence) -> list[tuple[str, int, int, int, int]]:
+def _matched(before: Sequence, after: Sequence) -> Sequence[tuple[str, int, int, int, int]]:
     return SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
 
 
 def _rewired(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> Iterator[_Difference]:
     """Where all operations are the same: those that read other results."""
+
+    def read(module: ModuleText, operation: Operation, other: Operation) -> str:
+        words = []
+        for value, other_value in zip(operation.operands, other.operands, strict=False):
+            if value.wire != other_value.wire:
+                made_at = f" ({place_of(module, value.maker)})" if value.maker else ""
+                words.append(f"{value.shown}{made_at}")
+        return f"{operation.name} of {' and '.join(words)}" if words else ""
+
     for before, after in zip(old.functions.values(), new.functions.values(), strict=False):
         for one, other in zip(before, after, strict=False):
-            wires = [[value.wire for value in each.operands] for each in (one, other)]
-            if _key(one, False) != _key(other, False) or wires[0] != wires[1]:
-                sides = in_words(one, other), in_words(other, one)
-                which = " (another one)" if sides[0] == sides[1] else ""
-                yield place_of(new, other), sides[0], sides[1] + which
+            if any(sides := (read(old, one, other), read(new, other, one))):
+                yield place_of(new, other), *sides

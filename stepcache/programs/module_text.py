@@ -1,7 +1,8 @@
 """Reads StableHLO text with source locations into operations, arguments, outputs and settings.
 
 It is no parser: what it does not know stays text. Locations, and the numbers of values and private
-functions, stay out. A constant is no operation of its own: it counts where an operation reads it.
+functions, are left out. A constant is no operation: it belongs to the operation that reads it,
+whose line is the one that a user knows.
 """
 
 from __future__ import annotations
@@ -11,56 +12,66 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TYPE = re.compile(r"tensor<(?:[^<>]|<[^<>]*>)*>|![\w.]+")
+NUMBER = re.compile(r"_\d+$")
 _BRACES = r'\{(?:"(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^{}"])*\}'
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_MODULE = re.compile(rf"module @(\S+)(?: attributes ({_BRACES}))?")
+_SETTING = re.compile(r"(\w+) = ([^,{}]+?)(?: : i\d+)?[,}]")
 _ARGUMENT = re.compile(
-    rf'(%arg\d+): ({TYPE.pattern}) ?({_BRACES})?(?: ?loc\("?((?:[^"\\]|\\.)*?)"?\))?(?=[,)])'
+    rf"(%arg\d+): ({TYPE.pattern}) ?({_BRACES})?(?: ?loc\((?:{_STRING}|([#\w]+))\))?(?=[,)])"
 )
 _RESULT = re.compile(rf"({TYPE.pattern}) ?({_BRACES})?")
-_RESULT_NAME = re.compile(r'jax\.result_info = "((?:[^"\\]|\\.)*)",? ?')
-_MODULE = re.compile(rf"module @(\S+)(?: attributes ({_BRACES}))?")
+_RESULT_NAME = re.compile(rf"jax\.result_info = {_STRING},? ?")
 _OPERATION = re.compile(r'(?:(%\w+)(?::\d+)? = )?"?([\w.]+)"?(?: @(\w+))?(.*)', re.DOTALL)
 _OPERAND = re.compile(r"%\w+(?:#\d+)?")
 _CARRIED = re.compile(r"%iterArg\w* = ")
+_SIGNATURE = re.compile(r" : (?=\(|tensor<|!)")
+_REGION_ARGUMENTS = re.compile(r"\(%\w+: .*\) \{$")
 _APPLIED = re.compile(r" applies stablehlo\.(\w+)")
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product"}
-NUMBER = re.compile(r"_\d+$")
 _NUMBERED = re.compile(r"@(\w+?)_\d+\b")
 # A callback's number among those of the module; in older versions of JAX, its address.
 _CALLBACK = re.compile(r'backend_config = (?:"\d+"|\{index = \d+ : ui64\}),? ?')
-_FRAME = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):')
-_NAMED = re.compile(r'"((?:[^"\\]|\\.)*)"\((.*)\)$', re.DOTALL)
+_FRAME = re.compile(rf"{_STRING}:(\d+):")
+_NAMED = re.compile(rf"{_STRING}\((.*)\)$", re.DOTALL)
+_MOST_FRAMES = 100  # JAX writes ten.
+
+Frame = tuple[str, int, str]  # File, line and function.
 
 
 class Value(NamedTuple):
-    """What an operation reads. Its `kind` is "argument", "constant" or "result"."""
+    """What an operation reads: its `kind` is "argument", "constant", "result" or "begin"."""
 
     kind: str
     shown: str
-    wire: str  # Tells the values of a function apart; most shift where an operation is added.
+    wire: str  # Tells the values of a function apart. Those of results shift with operations.
+    maker: Operation | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation. `text` has its attributes and types, and no operands."""
+    """One operation; `text` has its attributes and types, without operands."""
 
     name: str
     text: str
     operands: list[Value]
     function: str
-    location: str = ""
-    callee: str = ""
+    callee: str
+    location: str
+
+    @property
+    def attributes(self) -> str:
+        return _SIGNATURE.split(self.text)[0]
+
+    @property
+    def results(self) -> list[str]:
+        """Types of the results. Where only operands have types, the last has that of the result."""
+        _, arrow, types = _SIGNATURE.split(self.text)[-1].rpartition("-> ")
+        return TYPE.findall(types) if arrow else TYPE.findall(types)[-1:]
 
     @property
     def constants(self) -> list[str]:
         return [value.shown for value in self.operands if value.kind == "constant"]
-
-
-class Frame(NamedTuple):
-    """A line of source."""
-
-    file: str
-    line: int
-    function: str
 
 
 class ModuleText:
@@ -68,100 +79,101 @@ class ModuleText:
 
     Attributes:
         name: of the function.
-        inputs: its mesh, its attributes, and type and attributes of each argument, by name.
-        arguments: how many arguments it has.
-        outputs: type and attributes of each output, by name, and what is returned if that is no
-            result of an operation.
-        functions: the operations of each function.
-        callers: the first call of each function.
+        settings: attributes of the module and its mesh, by name.
+        arguments: name, and type and attributes, of each.
+        outputs: type and attributes by name, and what is returned if no operation makes it.
+        functions: their operations. `callers` has the first call of each.
     """
 
     def __init__(self, text: str):
         self.name = ""
-        self.inputs: dict[str, str] = {}
-        self.arguments = 0
+        self.settings: dict[str, str] = {}
+        self.arguments: list[tuple[str, str]] = []
         self.outputs: dict[str, str] = {}
         self.functions: dict[str, list[Operation]] = {}
         self.callers: dict[str, Operation] = {}
         self._locations: dict[str, str] = {}
-        self._values: dict[str, Value] = {}  # Those of the function that is being read.
-        self._opened: list[tuple[str, Operation]] = []  # Regions: `cond`, and what has the region.
-        self._function = ""
+        self._located: dict[str, list[Frame]] = {}
+        self._function = ""  # The function that is being read, and its values.
+        self._values: dict[str, Value] = {}
+        self._opened: list[tuple[str, Operation]] = []  # Regions: `cond`, and the operation.
         for line in text.splitlines():
             self._read(line.strip())
 
     def frames(self, operation: Operation) -> list[Frame]:
-        """Source lines of an operation, the innermost first. Inside JAX, there may be none."""
-        found, seen = [], set()
-        while operation is not None and operation.function not in seen:
-            found += self._frames(operation.location)
-            seen.add(operation.function)
-            operation = self.callers.get(operation.function)
+        """Returns the source lines of an operation, the innermost first.
+
+        Operations of functions that JAX defines have none; those of the call follow.
+        """
+        found: list[Frame] = []
+        functions: set[str] = set()
+        following: Operation | None = operation
+        while following and following.function not in functions:
+            found += self._frames(following.location)
+            functions.add(following.function)
+            following = self.callers.get(following.function)
         return found
 
-    def _frames(self, text: str, depth: int = 0) -> list[Frame]:
-        if depth > 200:
-            return []
+    def _frames(self, text: str) -> list[Frame]:
         if frame := _FRAME.match(text):
-            return [Frame(frame[1], int(frame[2]), "")]
+            return [(frame[1], int(frame[2]), "")]
         if named := _NAMED.match(text):
-            inner = self._frames(named[2], depth + 1)
-            return [frame._replace(function=frame.function or named[1]) for frame in inner]
-        names = re.findall(r"#loc\d+", text)
-        return [f for name in names for f in self._frames(self._locations.get(name, ""), depth + 1)]
+            inner = self._frames(named[2])
+            return [(file, line, function or named[1]) for file, line, function in inner]
+        found: list[Frame] = []
+        for name in re.findall(r"#loc\d+", text):
+            if name not in self._located:
+                self._located[name] = []  # Ends a cycle.
+                self._located[name] = self._frames(self._locations.get(name, ""))
+            found += self._located[name]
+        return found[:_MOST_FRAMES]
 
     def _read(self, line: str) -> None:
-        body, _, location = line.rpartition(" loc(") if line.endswith(")") else (line, "", "")
         if line.startswith("#loc"):
-            name, _, text = line.partition(" = loc(")
-            self._locations[name] = text.removesuffix(")")
+            name, _, location = line.partition(" = loc(")
+            self._locations[name] = location.removesuffix(")")
         elif module := _MODULE.match(line):
             self.name = module[1].removeprefix("jit_")
-            self.inputs |= dict(re.findall(r"(\w+) = ([^,{}]+?)(?: : i\d+)?[,}]", module[2] or ""))
+            self.settings |= dict(_SETTING.findall(module[2] or ""))
         elif line.startswith("sdy.mesh "):
-            shape = line.partition(" = <")[2].partition("> {")[0]
-            if not shape.startswith("[]"):  # JAX's own, for callbacks and keys.
-                self.inputs["mesh"] = shape
+            mesh = line.partition(" = <")[2].partition("> {")[0]
+            if not mesh.startswith("[]"):  # Those without axes are JAX's own.
+                self.settings["mesh"] = mesh
         elif line.startswith("func.func "):
             self._read_function(line)
-        elif line.startswith("}"):
-            self._close_region(body or line, location)
         elif line and line[0] not in "^)":
-            self._read_operation(body or line, location)
+            location = ""
+            if line[-1] == ")" and " loc(" in line:
+                line, _, location = line[:-1].rpartition(" loc(")
+            read = self._close_region if line[0] == "}" else self._read_operation
+            read(line, location)
 
     def _read_function(self, line: str) -> None:
         named = re.search(r"@(\w+)\(", line)
         self._function = named[1] if named else ""
-        self.functions[self._function], self._values = [], {}
+        self.functions[self._function], self._values, self._opened = [], {}, []
         if self._function != "main":
             return
         signature, _, results = line.rpartition(") -> ")
-        for place, (name, type, attributes, location) in enumerate(
-            _ARGUMENT.findall(signature + ")")
-        ):
-            location = self._locations.get(location, location).strip('"')
-            shown = location if location not in ("", "unknown") else f"argument {place}"
-            self.inputs[f"argument {shown}"] = f"{type}, {attributes}"
-            self.arguments += 1
-            self._values[name] = Value("argument", shown, str(place))
+        for value, type, attributes, name, alias in _ARGUMENT.findall(f"{signature})"):
+            name = name or self._locations.get(alias, "").strip('"') or str(len(self.arguments))
+            self._values[value] = Value("argument", name, str(len(self.arguments)))
+            self.arguments.append((f"argument {name}", f"{type}, {attributes}"))
         for place, (type, attributes) in enumerate(_RESULT.findall(results)):
-            named = _RESULT_NAME.search(attributes)
-            shown = named[1] if named else f"result {place}"
-            self.outputs[f"output {shown}"] = f"{type}, {_RESULT_NAME.sub('', attributes)}"
+            name = named[1] if (named := _RESULT_NAME.search(attributes)) else str(place)
+            self.outputs[f"output {name}"] = f"{type}, {_RESULT_NAME.sub('', attributes)}"
 
     def _read_operation(self, line: str, location: str) -> None:
-        match = _OPERATION.match(line)
-        if not match:
+        if not (match := _OPERATION.match(line)):
             return
         result, name, callee, rest = match.groups("")
         listed = self.functions.setdefault(self._function, [])
         if not result and "." not in name and name not in ("return", "call"):
-            if listed:  # Such as `cond {`: a region of the operation before.
-                self._opened.append((name, listed[-1]))
+            self._opened += [(name, operation) for operation in listed[-1:]]  # `cond {`, of `while`
             return
+        name = shown = name.rpartition(".")[2]
+        rest = _REGION_ARGUMENTS.sub("{", rest)
         operands = [self._value(each) for each in _OPERAND.findall(_CARRIED.sub("", rest))]
-        name = name.rpartition(".")[2]
-        shown = name
         if name == "constant":
             self._values[result] = Value("constant", rest.strip(), rest)
             return
@@ -171,25 +183,27 @@ class ModuleText:
                 return
             shown = operands[0].shown
         elif callee:
-            shown = name = NUMBER.sub("", callee).strip("_")
-            if "callback" in name:
-                shown = name = "callback to Python"
+            name = shown = NUMBER.sub("", callee).strip("_")
+            if "callback" in callee:
+                name = shown = "callback to Python"
         elif name == "compare":
-            name += rest[: rest.find(",")]  # Such as `LT`.
+            direction, _, rest = rest.partition(",")
+            name += direction
         elif name == "reduce" and (applied := _APPLIED.search(rest)):
-            # What a sum starts from goes without saying.
-            shown = name = _REDUCTIONS.get(applied[1], f"reduce {applied[1]}")
-            operands = operands[::2]
+            name = shown = _REDUCTIONS.get(applied[1], f"reduce {applied[1]}")
+            rest = rest[applied.end() :]
+            # What a sum begins with goes without saying, unless it differs.
+            operands[1::2] = [value._replace(kind="begin") for value in operands[1::2]]
         if self._opened and self._opened[-1][0] == "cond":
             name = f"loop condition {name}"
         text = _CALLBACK.sub("", _NUMBERED.sub(r"@\1", _OPERAND.sub("", rest)))
-        operation = Operation(name, text, operands, self._function, location, callee)
-        self._values[result] = Value("result", shown, str(len(listed)))
+        operation = Operation(name, text, operands, self._function, callee, location)
+        self._values[result] = Value("result", shown, str(len(listed)), operation)
         listed.append(operation)
-        if line.endswith("{"):
-            self._opened.append(("", operation))
         if callee:
             self.callers.setdefault(callee, operation)
+        if line.endswith("{"):
+            self._opened.append(("", operation))
         if name == "return" and self._function == "main":
             for output, value in zip(self.outputs, operands, strict=False):
                 if value.kind != "result":
@@ -197,15 +211,15 @@ class ModuleText:
 
     def _value(self, name: str) -> Value:
         base, numbered, number = name.partition("#")
-        value = self._values.get(base, Value("result", "a value", base))
+        shown = "its argument" if base.startswith("%arg") else "a carried value"
+        value = self._values.get(base, Value("result", shown, base))
         return value._replace(wire=f"{value.wire}#{number}") if numbered else value
 
     def _close_region(self, line: str, location: str) -> None:
-        if not self._opened:
-            return
-        label, operation = self._opened.pop()
-        if line.endswith("{"):  # The next region of the same operation.
-            self._opened.append((line.strip("{} "), operation))
-            return
-        operation.text += line.lstrip("}")
-        operation.location = location or operation.location
+        if self._opened:
+            _, operation = self._opened.pop()
+            operation.location = location or operation.location
+            if line.endswith("{"):  # Another region of the operation follows, such as `do`.
+                self._opened.append((line.strip("{} "), operation))
+            else:
+                operation.text += line.removeprefix("}")

@@ -14,8 +14,7 @@ from stepcache import jaxcompat
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheWarning, warn
 from stepcache.programs.prediction import prediction_name
 from stepcache.programs.store import ProgramStore
-from stepcache.storage.directory import ROOT
-from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.disk_store import ROOT, DiskStore
 from stepcache.storage.private_files import absolute, default_directory
 from stepcache.storage.run_log import RunLog
 

@@ -89,8 +89,7 @@ class Predictions:
         self._environments: dict[str, dict[str, str]] = {}
         self._used: dict[tuple[str, str], Prediction] = {}  # In this run, by label and signature.
         self._written: set[str] = set()  # The labels whose rows are those of this run by now.
-        self.is_new = False  # Whether this run has used what is not written yet.
-        self._latest_use = 0.0
+        self._is_new = False  # Whether this run has used what is not written yet.
 
     def _read(self) -> dict[str, list[Prediction]]:
         entry = self._disk.read("prediction", prediction_name())
@@ -139,17 +138,17 @@ class Predictions:
             self._environments[row.environment] = environment
             self._used[row.label, row.signature] = row._replace(run=self._run)
             is_known = before is not None and before.program == row.program
-            self.is_new |= not is_known or row.label in self._written
-            self._latest_use = time.monotonic()
+            self._is_new |= not is_known or row.label in self._written
 
-    def is_due(self, quiet_seconds: float) -> bool:
-        """Whether nothing was noted for some time, so that it can be written all at once."""
-        return time.monotonic() >= self._latest_use + quiet_seconds
+    def write(self) -> bytes | None:
+        """Writes what this run has used so far beside what others have; returns that.
 
-    def write(self) -> bytes:
-        """Writes what this run has used so far beside what others have; returns that."""
+        None where the last runs have used the same.
+        """
         with self._lock:
-            self.is_new, used = False, dict(self._used)
+            if not self._is_new:
+                return None
+            self._is_new, used = False, dict(self._used)
             self._written = labels = {label for label, _ in used}
             others = self._read()  # Another process may have written since.
             rows: list[Prediction] = []

@@ -6,6 +6,7 @@ do, to store the program and to say how an earlier run differs, is done in the b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -45,7 +46,6 @@ from stepcache.programs.earlier_runs import (
 )
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.store import ProgramStore, Publication
-from stepcache.programs.worker import LATER, until_ready
 from stepcache.units import readable_bytes
 
 _log = logging.getLogger("stepcache")
@@ -87,7 +87,7 @@ class Resolver:
     def __init__(self, spec: StepSpec, miss_log: MissLog):
         self._spec, self._miss_log = spec, miss_log
         self.label, self._file = step_label(spec.fun), file_of(spec.fun)
-        self._unsettled: dict[Key, _Settling] = {}
+        self._unsettled: list[_Settling] = []
         self._not_compared: set[Key] = set()
 
     def resolve(self, scope: Scope, request: Request, started: float, *, explicit: bool) -> Program:
@@ -145,27 +145,24 @@ class Resolver:
             advice=tuple(filter(None, (remade, settled))),
             called_time=time.time() - call_seconds,
         )
-        final = _Once(functools.partial(complete, miss))
-        if program.source == "compiled":
-            module, digest = built.module, program.digest
-            final = _Once(lambda: complete(explained(module, digest)))
+        module, digest = built.module, program.digest
+        final = _Once(lambda: complete(explained(module, digest)))
+        if program.source != "compiled":
+            final = _Once(functools.partial(complete, miss))
         if store is not None:
-            self._unsettled[request.key] = _Settling(
-                *(name, self._file, store, described, final),
-                Publication(
-                    program.digest,
-                    self.label,
-                    program.run.xla_executable,
-                    built.module,
-                    program.seconds,
-                    program.captured,
-                    built.building,
-                    built.data,
-                ),
-                program.source,
-                program.run.device_order,
-                _why_not_stored(program),
+            publication = Publication(
+                program.digest,
+                self.label,
+                program.run.xla_executable,
+                built.module,
+                program.seconds,
+                program.captured,
+                built.building,
+                built.data,
             )
+            how = program.source, program.run.device_order, _why_not_stored(program)
+            settling = _Settling(name, self._file, store, described, final, publication, *how)
+            self._unsettled.append(settling)
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
         scope.check_rules(name, request.shown.paths, carries=carries)
@@ -259,19 +256,19 @@ class Resolver:
         if scope.on_miss == "warn" and miss.number > 1:
             warn(str(explained() if explained is not None else miss), RecompileWarning)
 
-    def settle(self, request: Request, outputs: Any = None, started: float = 0.0) -> None:
-        """Has a new program stored in the background, after its first run, or where that failed."""
-        if self._unsettled and (settling := self._unsettled.pop(request.key, None)) is not None:
-            settling.look = until_ready(outputs, started)
-            settling.store.worker.submit(settling)
+    def settle(self) -> None:
+        """Has new programs stored in the background, once they have run or failed to."""
+        while self._unsettled:
+            with contextlib.suppress(IndexError):  # Another thread may take the last one.
+                settling = self._unsettled.pop()
+                settling.store.worker.submit(settling)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Settling:
-    """Stores a program and logs its miss; then notes it for the next run, and times its first run.
+    """Stores a program, notes it for the next run, and logs its miss; in the store's worker.
 
-    Called by the store's worker until it returns something else than `LATER`. It holds on to
-    nothing of the step, which may be freed before.
+    It holds on to nothing of the step, which may be freed before.
     """
 
     name: str
@@ -283,47 +280,38 @@ class _Settling:
     source: str  # Where the executable was, as in `Program`.
     devices: Sequence[Any]
     why_not: str  # Why it is not stored.
-    look: Callable[[], Any] = lambda: None  # From `until_ready`.
-    is_stored: bool = False
 
-    def __call__(self) -> Any:
+    def __call__(self) -> None:
         store, described, publication = self.store, self.described(), self.publication
-        if not self.is_stored:
-            self.is_stored, why_not = True, self.why_not
-            if (self.source == "compiled" or publication.data) and not why_not:
-                why_not = store.publish(publication)
-            elif publication.building is not None:
-                store.release(publication.building)
-            miss = self.miss()  # Before the prediction that it compares with is replaced.
-            if why_not:
-                miss = dataclasses.replace(miss, not_stored=why_not)
-                self.miss.replace(miss)
-            else:
-                store.preloader.drop(described.label, described.signature)
-                about = publication.digest, self.devices, self.file, time.time()
-                store.note_use(prediction_of(described, *about), described.environment)
-            row = store.row(
-                "compiled" if self.source == "compiled" else "loaded",
-                self.name,
-                described.label,
-                source=self.source,
-                program="" if why_not else publication.digest,
-                seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
-                reason=miss.headline,
-                changes=_plain((*miss.changes, *miss.stored)),
-                not_stored=why_not,
-                number=miss.number,
-                called_time=round(miss.called_time, 4),
-                advice=list(miss.advice),
-            )
-            store.log(row)
-        seconds = self.look()
-        if seconds is LATER:
-            return None if store.worker.is_flushing else LATER
-        if seconds is not None:
-            took = {"execute": seconds}
-            store.log(store.row("executed", self.name, described.label, seconds=took))
-        return None
+        why_not = self.why_not
+        if (self.source == "compiled" or publication.data) and not why_not:
+            why_not = store.publish(publication)
+        elif publication.building is not None:
+            store.release(publication.building)
+        miss = self.miss()  # Before the prediction that it compares with is replaced.
+        if why_not:
+            miss = dataclasses.replace(miss, not_stored=why_not)
+            self.miss.replace(miss)
+        else:
+            store.preloader.drop(described.label, described.signature)
+            about = publication.digest, self.devices, self.file, time.time()
+            prediction = prediction_of(described, *about)
+            store.predictions.note(prediction, described.environment)
+        row = store.row(
+            "compiled" if self.source == "compiled" else "loaded",
+            self.name,
+            described.label,
+            source=self.source,
+            program="" if why_not else publication.digest,
+            seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
+            reason=miss.headline,
+            changes=_plain((*miss.changes, *miss.stored)),
+            not_stored=why_not,
+            number=miss.number,
+            called_time=round(miss.called_time, 4),
+            advice=list(miss.advice),
+        )
+        store.log(row)
 
 
 def _explained(

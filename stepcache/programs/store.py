@@ -21,13 +21,12 @@ import jax
 from stepcache import jaxcompat
 from stepcache.events import Captured
 from stepcache.programs.prediction import (
-    Prediction,
     Predictions,
     Preloader,
     prediction_name,
     programs_in,
 )
-from stepcache.programs.worker import LATER, Worker
+from stepcache.programs.worker import Worker
 from stepcache.storage.building import Building, BuildLock
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
@@ -35,7 +34,7 @@ from stepcache.storage.run_log import Row, RunLog, script_name
 if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
-_POLL_SECONDS, _QUIET_SECONDS = 0.02, 0.5
+_POLL_SECONDS = 0.02
 
 _log = logging.getLogger("stepcache")
 
@@ -93,11 +92,10 @@ class ProgramStore:
     ):
         self.disk, self.run_log, self.remote = disk, run_log, remote
         self.min_build_seconds = min_build_seconds
-        self.worker = Worker("stepcache store")
+        self.worker = Worker("stepcache store", when_idle=self._write_predictions)
         self.predictions = Predictions(disk)
         self.preloader = Preloader(disk, self.predictions)
         self._locks = BuildLock(disk.root / "building") if disk.writable else None
-        self._writes_predictions = False
 
     @_no_matter_of_the_step("begin to preload programs")
     def begin(self) -> None:
@@ -212,22 +210,11 @@ class ProgramStore:
         packed = (info.header or {}).get("module", b"") if info is not None else b""
         return zlib.decompress(packed).decode() if packed else ""
 
-    @_no_matter_of_the_step("note a prediction")
-    def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
-        """Notes that this run uses a program, so that the next one preloads it."""
-        self.predictions.note(row, environment)
-        if self.predictions.is_new and not self._writes_predictions:
-            self._writes_predictions = True
-            self.worker.submit(self._write_predictions)
-
-    def _write_predictions(self) -> Any:
-        if not (self.worker.is_flushing or self.predictions.is_due(_QUIET_SECONDS)):
-            return LATER
-        self._writes_predictions = False
-        payload = self.predictions.write()
-        if self.remote is not None:
+    @_no_matter_of_the_step("write its predictions")
+    def _write_predictions(self) -> None:
+        """Writes what this run uses, so that the next one preloads it."""
+        if (payload := self.predictions.write()) is not None and self.remote is not None:
             self.remote.upload_prediction(prediction_name(), payload)
-        return None
 
     @_no_matter_of_the_step("write its run log")
     def log(self, *rows: Row) -> None:

@@ -5,29 +5,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import operator
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
 
 from stepcache import _process_hooks
 from stepcache.storage import load_markers, run_activity
 from stepcache.weak_objects import WeakObjects
 
-_IDLE_SECONDS, _POLL_SECONDS = 0.5, 0.005
+_IDLE_SECONDS = 0.5
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
 _STOP_SECONDS = 2.0
-_NO_THREAD = (RuntimeError, MemoryError)  # Too many threads, or Python is about to end.
 
 _log = logging.getLogger("stepcache")
-
-LATER: Any = object()
-"""What a job returns that is not due yet: it is tried again."""
 
 
 class _Tracing:
@@ -51,11 +42,10 @@ class _Tracing:
                 self._count -= 1
                 self._changed.notify_all()
 
-    def wait_until_over(self, is_urgent: Callable[[], Any]) -> None:
+    def wait_until_over(self, is_urgent: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._count == 0 or is_urgent(), timeout=_LONGEST_TRACE_SECONDS
-            )
+            is_over: Callable[[], bool] = lambda: self._count == 0 or is_urgent()  # noqa: E731
+            self._changed.wait_for(is_over, timeout=_LONGEST_TRACE_SECONDS)
 
 
 tracing = _Tracing()
@@ -65,9 +55,9 @@ class Job:
     """A job of a worker."""
 
     def __init__(self, work: Callable[[], Any]):
-        self.work = work  # Returns `LATER` while it is not due.
+        self.work = work
         self.outcome: Any = None  # What it returned; None before that, and where it raised.
-        self.is_over = False  # It is not going to be run any more.
+        self.is_over = False  # It has run, or is not going to.
 
 
 class Worker:
@@ -75,10 +65,21 @@ class Worker:
 
     A job that raises is logged. At the end of the process the jobs that are left are run, or, with
     `droppable`, dropped.
+
+    Args:
+        name: of the thread.
+        droppable: whether the process need not wait for its jobs.
+        when_idle: called after the last of several jobs that follow each other, and by `flush`.
     """
 
-    def __init__(self, name: str, *, droppable: bool = False):
-        self._name, self.droppable = name, droppable
+    def __init__(
+        self,
+        name: str,
+        *,
+        droppable: bool = False,
+        when_idle: Callable[[], None] = lambda: None,
+    ):
+        self._name, self.droppable, self._when_idle = name, droppable, when_idle
         self.begin()
         _live.add(self)
 
@@ -88,11 +89,11 @@ class Worker:
         self._jobs: collections.deque[Job] = collections.deque()
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
-        self._waiting = 0  # Threads that wait for all jobs.
+        self._flushing = 0  # Threads that wait for all jobs.
         self._is_stopping = False
 
     def submit(self, work: Callable[[], Any]) -> Job:
-        """Runs `work` in the background. It returns `LATER` for as long as it is not due.
+        """Runs `work` in the background.
 
         Where no thread can be started, it waits for the next job, for `flush`, or for the end.
         """
@@ -105,11 +106,6 @@ class Worker:
                 self._start()
         return job
 
-    @property
-    def is_flushing(self) -> bool:
-        """Whether somebody waits for all jobs, as the end of the process does."""
-        return self._waiting > 0
-
     def _start(self) -> bool:
         """Starts the thread if it is not there. Returns whether it is."""
         if self._thread is None or not self._thread.is_alive():
@@ -117,7 +113,7 @@ class Worker:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except _NO_THREAD as error:
+            except (RuntimeError, MemoryError) as error:  # Too many, or Python is about to end.
                 _log.info("%s: no thread can be started now: %s", self._name, error)
                 return False
             self._thread = thread
@@ -128,64 +124,52 @@ class Worker:
             with self._changed:
                 if not self._jobs and not self._is_stopping:
                     self._changed.wait(_IDLE_SECONDS)
+                has_jobs = bool(self._jobs)
+            if not has_jobs:
+                self._call(self._when_idle)
+            with self._changed:
                 if not self._jobs:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                jobs = collections.deque(self._jobs)
-            done = 0
-            while jobs:  # Emptied, so that what a job holds is free when it is over.
-                tracing.wait_until_over(lambda: self._waiting)
-                done += self._try(jobs.popleft())
-            if not done:
-                time.sleep(_POLL_SECONDS)
+            tracing.wait_until_over(lambda: self._flushing > 0)
+            self._run_next()
 
-    def _try(self, job: Job) -> bool:
-        """Runs a job; False where it is not due yet."""
+    def _run_next(self) -> None:
         with self._changed:
-            if job.is_over:
-                return True  # It was taken back, or dropped.
-            self._running = job
-        outcome = None
+            self._running = job = self._jobs.popleft() if self._jobs else None
+        if job is None:
+            return
+        outcome = self._call(job.work)
+        with self._changed:
+            job.outcome, job.is_over, self._running = outcome, True, None
+            self._changed.notify_all()
+
+    def _call(self, work: Callable[[], Any]) -> Any:
         try:
             # Else a call beside it would wait for Python's lock for as long as Python lets it run.
             with _process_hooks.quick_switching():
-                outcome = job.work()
+                return work()
         except BaseException:
             _log.exception("%s: a job failed", self._name)
-        with self._changed:
-            self._running = None
-            if outcome is not LATER:
-                job.outcome = outcome
-                self._drop(job)
-            self._changed.notify_all()
-        return outcome is not LATER
-
-    def _drop(self, job: Job) -> None:
-        job.is_over = True
-        with contextlib.suppress(ValueError):
-            self._jobs.remove(job)
 
     def flush(self) -> None:
-        """Waits until all jobs have run that are there now, and those that these submit."""
+        """Waits until all jobs have run, and what is to be done when there are none."""
         with self._changed:
-            self._waiting += 1
+            self._flushing += 1
         try:
-            for _ in range(2):
+            while True:
                 with self._changed:
-                    jobs = list(self._jobs)
-                while jobs := [job for job in jobs if not job.is_over]:
-                    with self._changed:
-                        started = self._start()
-                        if started and not all(job.is_over for job in jobs):
-                            self._changed.wait(_IDLE_SECONDS)
-                    if not started:
-                        for job in jobs:
-                            self._try(job)
-                        time.sleep(_POLL_SECONDS)
+                    if not self._jobs and self._running is None:
+                        break
+                    if started := self._start():
+                        self._changed.wait(_IDLE_SECONDS)
+                if not started:
+                    self._run_next()
+            self._call(self._when_idle)
         finally:
             with self._changed:
-                self._waiting -= 1
+                self._flushing -= 1
 
     def take(self, job: Job) -> Any:
         """Takes a job back, once it is done if it is being done.
@@ -194,7 +178,8 @@ class Worker:
             What it returned. None where it had not begun, or failed: it is not tried again.
         """
         with self._changed:
-            self._drop(job)
+            with contextlib.suppress(ValueError):
+                self._jobs.remove(job)
             while self._running is job and self._thread is not None and self._thread.is_alive():
                 self._changed.wait(_IDLE_SECONDS)
         return job.outcome
@@ -205,8 +190,7 @@ class Worker:
             self.flush()
         with self._changed:
             self._is_stopping = True
-            for job in tuple(self._jobs):
-                self._drop(job)
+            self._jobs.clear()
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -233,37 +217,3 @@ def _stop_all() -> None:
     if shared := sys.modules.get("stepcache.storage.shared_entries"):  # Else there is none.
         shared.finish_all()
     load_markers.take_own_away()
-
-
-def until_ready(outputs: Any, started: float) -> Callable[[], Any]:
-    """Waits for the outputs of a program, one look at a time.
-
-    One output represents all. It is held weakly, so that it can be freed meanwhile. The program was
-    called at `started`, by `time.perf_counter`.
-
-    Returns:
-        A function that returns `LATER` while they are computed, and then how many seconds they
-        took; None if that is no longer known, or the main thread has ended.
-    """
-    # Random keys are arrays that cannot be asked. Of a step with a carry, what comes after it.
-    leaves = [each for each in jax.tree.leaves(outputs) if hasattr(each, "is_ready")]
-    output: Callable[[], Any] = weakref.ref(leaves[-1]) if leaves else lambda: None
-    del leaves
-
-    def look() -> Any:
-        array = output()
-        if array is None or not threading.main_thread().is_alive():
-            return None
-        try:
-            # In one go, so that no other thread of Python can delete the array between the two: on
-            # JAX 0.10, `is_ready` of a deleted array ends the process.
-            over = any(map(operator.call, (array.is_deleted, array.is_ready)))
-            if not over:
-                return LATER
-            return None if array.is_deleted() else round(time.perf_counter() - started, 4)
-        except RuntimeError:  # It was donated to another call at this moment.
-            _log.info("the first run of a program could not be timed", exc_info=True)
-            return None
-
-    first = look()
-    return look if first is LATER else lambda: first

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepcache.errors import CacheDirectoryError
-from stepcache.fingerprint.provenance import distribution_of
-from stepcache.jaxcompat import PRIVATE_API, storing
+from stepcache.jaxcompat import CAN_STORE, PRIVATE_API
 from stepcache.report.inventory import entries_of, open_existing
 from stepcache.storage import private_files
+from stepcache.storage.disk_store import ROOT
 from stepcache.units import counted, readable_bytes
 
 Status = Literal["ok", "warning", "fault"]
@@ -44,7 +45,7 @@ import stepcache as sc
 def probe(x):
     return jnp.sin(x) @ x
 
-cache = sc.ProgramCache(sys.argv[1], verify="off")
+cache = sc.ProgramCache(sys.argv[1])
 mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 x = jnp.ones((8, 8))
 started = time.perf_counter()
@@ -53,7 +54,7 @@ with sc.Session(mesh, cache=cache):
 seconds = time.perf_counter() - started
 cache.flush()
 stats, miss = probe.stats(), probe.last_miss
-found = {"seconds": seconds, "traces": stats.traces, "loads": stats.loads, "why": str(miss)}
+found = {"seconds": seconds, "compiles": stats.compiles, "loads": stats.loads, "why": str(miss)}
 print(json.dumps(found))
 """
 
@@ -88,16 +89,23 @@ def examine(directory: Path, max_bytes: int, round_trip: bool = True) -> Diagnos
     return Diagnosis(str(directory), worst, tuple(checks))
 
 
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution; "?" if none is installed under this name."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
 def _versions() -> Iterator[Check]:
-    names = ("stepcache", "jax", "jaxlib")
-    versions = ", ".join(f"{name} {distribution_of(name)[1] or '?'}" for name in names)
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("stepcache", "jax", "jaxlib"))
     yield Check("versions", "ok", f"Python {platform.python_version()}, {versions}")
     if PRIVATE_API:
         yield Check("JAX", "ok", "its private API is available: hits do not enter Python")
     else:
         detail = "only its public API is used: every call goes through Python"
         yield Check("JAX", "warning", detail, f"unset STEPCACHE_DISPATCH, or {_TESTED}")
-    if storing.CAN_STORE:
+    if CAN_STORE:
         yield Check("storing", "ok", "programs of this JAX can be stored on disk")
     else:
         detail = "programs of this JAX cannot be stored on disk, only kept in memory"
@@ -122,7 +130,7 @@ def _directory(directory: Path) -> Iterator[Check]:
             yield Check("directory", "fault", detail, _ELSEWHERE)
         return
     try:
-        for path in (directory, directory / "v1"):
+        for path in (directory, directory / ROOT):
             if path.exists():
                 private_files.check_directory(path)
         found = directory.stat()
@@ -142,10 +150,10 @@ def _directory(directory: Path) -> Iterator[Check]:
     except OSError as error:
         detail = f"it is read-only ({error.strerror}): programs are loaded, but none are stored"
         yield Check("writing", "warning", detail, _ELSEWHERE)
-    if not (directory / "v1" / "entries").is_dir():
+    if not (directory / ROOT / "entries").is_dir():
         return
     # Checked before anything opens the directory, because that would create a missing key.
-    if private_files.load_key(directory / "v1" / "key") is not None:
+    if private_files.load_key(directory / ROOT / "key") is not None:
         yield Check("key", "ok", "present, and writable by this user only")
     else:
         detail = "it is missing, or others can write it: no stored program can be used"
@@ -171,7 +179,7 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("entries", "fault", detail, "stepcache cache verify")
     else:
         yield Check("entries", "ok", f"{len(entries)}, no damaged header")
-    quarantine = directory / "v1" / "quarantine"
+    quarantine = directory / ROOT / "quarantine"
     left = private_files.listed(quarantine)
     if left:
         hint = f"look into {quarantine}; remove its files, or run stepcache cache clear"
@@ -181,7 +189,7 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
 
 
 def _round_trip(directory: Path) -> Check:
-    if not storing.CAN_STORE:
+    if not CAN_STORE:
         return Check("round trip", "warning", "not tried: programs cannot be stored")
     beside = _existing(directory.parent)
     place = beside if os.access(beside, os.W_OK) else None
@@ -192,13 +200,10 @@ def _round_trip(directory: Path) -> Check:
         detail = f"a small step failed: {error}"
         return Check("round trip", "fault", detail, "run a script of your own to see its error")
     detail = f"built in {built['seconds']:.2f} s"
-    if not loaded["loads"]:
+    if loaded["compiles"] or loaded["loads"] != 1:
         detail += f", but rebuilt by another process: {loaded['why']}"
         is_full = shutil.disk_usage(place or tempfile.gettempdir()).free < _LITTLE_BYTES
         return Check("round trip", "fault", detail, _FREE if is_full else "please report this")
-    if loaded["traces"]:
-        detail += f", loaded by another process, but after a trace: {loaded['why']}"
-        return Check("round trip", "warning", detail, "please report this")
     detail += f", loaded by another process in {loaded['seconds']:.2f} s"
     return Check("round trip", "ok", detail)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
-import pathlib
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -76,8 +73,8 @@ class Explanation:
         build_seconds: seconds to trace, lower and compile the program; None on a miss.
         captured: arrays that the step captured by closure; empty on a miss.
         delegated: the reason why the call would go to `jax.jit`; None if it would not.
-        stored: whether a miss would load its program without a trace.
-        remote: URL of the shared cache that has this program; empty if it is on disk.
+        predicted: whether the last runs used a program for such a call that is on disk. A miss then
+            loads it, if its trace gives the same module.
         variables: a line for each of the `Variables` of the call.
         variable_leaves: number of their leaves.
         plan: the transfers that they need.
@@ -94,8 +91,7 @@ class Explanation:
     build_seconds: tuple[float, ...] | None = None
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
-    stored: bool = False
-    remote: str = ""
+    predicted: bool = False
     variables: tuple[str, ...] = ()
     variable_leaves: int = 0
     plan: Plan = field(default_factory=Plan)
@@ -125,35 +121,12 @@ class Explanation:
             lines += [*self._variable_rows(), *self._rows(), *self._footer()]
         return [_wrapped(line, width) for line in lines]
 
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes an HTML page with a picture of the plan and this text.
-
-        Args:
-            path: path of the file, which is replaced.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        Example:
-            ```python
-            train_step.explain(state, batch).save_html("plan.html")
-            ```
-        """
-        from stepcache.report.picture import draw
-        from stepcache.report.svg import html_page, printable
-
-        picture = draw(self.step, self.mesh, self.plan, self.moved_bytes)
-        text = escape("\n".join(map(printable, str(self).splitlines())))
-        body = f"<figure>\n{picture}\n</figure>\n<pre>{text}</pre>"
-        page = html_page(f"{self.step}: what one call moves", _STYLE, body)
-        pathlib.Path(path).write_text(page, encoding="utf-8")
-
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit: {self.delegated}"
-        if self.stored:
-            place = f"in {self.remote}" if self.remote else "on disk"
-            return f"{self.step}: miss, but {place}. A call would load the program without a trace."
+        if self.predicted:
+            then = "find its program on disk if the module is the same"
+            return f"{self.step}: miss, but predicted. A call would trace and lower it, and {then}."
         if not self.hit:
             return f"{self.step}: miss. A call would trace, lower and compile a program."
         assert self.build_seconds is not None
@@ -213,12 +186,6 @@ class Explanation:
             yield f"captured by closure: {each.name}, {each.type}, {size}"
 
 
-_STYLE = """
-body { margin: 0 auto; padding: 1rem; max-width: 1076px; }
-figure { margin: 0; overflow-x: auto; }
-pre { padding: 1rem 1.5rem; overflow-x: auto; font-size: 0.85rem; }
-@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3; } }
-"""
 _UNIT = re.compile(r"(\d) ([kMGT]?B|s)\b")
 
 
@@ -256,7 +223,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if request.key in engine._not_holdable:
         return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
-    miss, result = (None, None) if program else engine.foresee(scope, request)
+    miss, prediction = (None, None) if program else engine.foresee(scope, request)
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -271,7 +238,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         _statics(request),
         _by_stage(program.seconds if program else None),
         program.captured if program else (),
-        stored=result is not None,
+        predicted=prediction is not None,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),

@@ -21,10 +21,10 @@ def _of_run(run: Run) -> Iterator[list[str]]:
     yield _family("run", "info", "The run that the other metrics are about.", {about: 1})
     started = {(): run.started_time}
     yield _family("start_time_seconds", "gauge", "When the first program was obtained.", started)
-    periods = [(rank.rank, rank.activity.period) for rank in run.ranks if rank.activity]
-    times = {_labels(rank=rank): period.written_time for rank, period in periods}
+    found = [(rank.rank, rank.activity) for rank in run.ranks if rank.activity]
+    times = {_labels(rank=rank): activity.written_time for rank, activity in found}
     yield _family("activity_time_seconds", "gauge", "When a process wrote its counters.", times)
-    ended = {_labels(rank=rank): int(period.ended) for rank, period in periods}
+    ended = {_labels(rank=rank): int(activity.ended) for rank, activity in found}
     yield _family("ended", "gauge", "1 if the process has exited normally.", ended)
 
 
@@ -35,7 +35,7 @@ def _of_programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[list[st
         events[_labels(event=row.event, **about)] += 1
         for stage, taken in row.seconds.items():
             seconds[_labels(stage=stage, **about)] += taken
-    yield _family("programs", "counter", "Programs built, loaded and verified.", events)
+    yield _family("programs", "counter", "Programs compiled and loaded.", events)
     yield _family("stage_seconds", "counter", "Time spent on programs, by stage.", seconds)
     sizes = {
         _labels(step=step, program=digest): program_bytes[digest]

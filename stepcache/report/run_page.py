@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 
 from stepcache.report.run_trace import began, called_at
 from stepcache.report.runs import Run, change_in_words, counts, events_in_words, slowest_seconds
-from stepcache.report.svg import Canvas, html_page, printable, wrapped
 from stepcache.storage.run_activity import Activity
 from stepcache.storage.run_log import Row
 from stepcache.units import readable_bytes, readable_ranks, readable_time, shortened
@@ -16,14 +16,13 @@ Cells = Mapping[str, str | Sequence[str]]
 """A row of a table: text by column. Of several texts the first is the heading of a list."""
 
 _ROWS_SHOWN, _LINES_SHOWN = 500, 12
-_CHART, _LABEL, _COLUMNS = 340.0, 78.0, 68
-_PROGRAM_EVENTS = {"built": "built", "loaded": "loaded", "relinked": "traced and loaded"}
+_COLUMNS = 68
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --quiet: #57606a;
-  --line: #d0d7de; --band: #f6f8fa; }
+  --line: #d0d7de; --band: #f6f8fa; --mark: #0063a0; }
 @media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3;
-  --quiet: #9da7b3; --line: #30363d; --band: #161b22; } }
+  --quiet: #9da7b3; --line: #30363d; --band: #161b22; --mark: #79c0ff; } }
 body { margin: 0 auto; max-width: 1200px; padding: 16px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 24px; margin: 8px 0; overflow-wrap: anywhere; }
@@ -36,7 +35,12 @@ dt { color: var(--quiet); font-size: 13px; }
 dd { margin: 0; font-size: 18px; font-weight: 600; }
 figure { margin: 8px 0; }
 .charts { display: flex; flex-wrap: wrap; gap: 8px 32px; }
-svg { max-width: 100%; height: auto; }
+.charts figure { width: 340px; max-width: 100%; }
+.columns { display: flex; align-items: flex-end; height: 80px; gap: 1px;
+  border-bottom: 1px solid var(--quiet); }
+.columns div { flex: 1; background: var(--mark); }
+.bar { display: grid; grid-template-columns: 80px 1fr 80px; max-width: 480px; gap: 8px; }
+.bar div { align-self: center; height: 12px; min-width: 1px; background: var(--mark); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
@@ -68,7 +72,16 @@ def page(run: Run, program_bytes: Mapping[str, int]) -> str:
     body = [f"<h1>{_html(run.script)}</h1>", _head(run)]
     for title, parts in sections.items():
         body += [f"<section><h2>{title}</h2>", *parts, "</section>"]
-    return html_page(f"{run.script}: stepcache run report", _STYLE, *body)
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_html(f'{run.script}: stepcache run report')}</title>",
+            f"<style>{_STYLE}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        )
+    )
 
 
 def _head(run: Run) -> str:
@@ -92,18 +105,21 @@ def _head(run: Run) -> str:
 def _state(activity: Activity | None) -> str:
     if activity is None:
         return "there are no counts of transfers and variables"
-    when = readable_time(activity.period.written_time)
-    return f"ended {when}" if activity.period.ended else f"not ended {when}, when it was last seen"
+    when = readable_time(activity.written_time)
+    return f"ended {when}" if activity.ended else f"not ended {when}, when it was last seen"
 
 
 def _ledger(run: Run) -> Iterator[str]:
     yield _paragraph(
         "Seconds by stage, over all steps. With several processes, each bar is the time of the "
-        "slowest process in that stage. The sum does not include background verification."
+        "slowest process in that stage."
     )
     seconds = slowest_seconds(run)
     bars = seconds | {"sum": max(rank.total_seconds for rank in run.ranks)}
-    yield _bars("Seconds by stage", [(name, each, _seconds(each)) for name, each in bars.items()])
+    largest = max(bars.values()) or 1.0
+    for name, each in bars.items():
+        bar = f'<div style="width: {100 * each / largest:.1f}%"></div>'
+        yield f'<div class="bar"><span>{_html(name)}</span>{bar}<span>{_seconds(each)}</span></div>'
 
 
 def _misses(run: Run) -> Iterator[str]:
@@ -114,12 +130,11 @@ def _misses(run: Run) -> Iterator[str]:
             "at": f"{max(0.0, called_at(row) - started):.2f} s",
             "step": row.step,
             "miss": str(row.number or ""),
-            "program": _PROGRAM_EVENTS[row.event],
+            "program": _obtained_in_words(row),
             "took": _seconds(sum(row.seconds.values())),
             "why": list(_why(row)),
         }
         for row in sorted(run.happenings, key=called_at)
-        if row.event in _PROGRAM_EVENTS
     ]
     yield _paragraph(
         "Calls that found no program in memory, by the time since the run began. All others are "
@@ -132,52 +147,49 @@ def _why(row: Row) -> Iterator[str]:
     yield row.reason.splitlines()[0] if row.reason else "unknown"
     for what, lines in (
         ("", [*map(change_in_words, row.changes)]),
-        ("since an earlier run: ", [*map(change_in_words, row.stored)]),
         ("hint: ", row.advice),
-        ("each run must trace the step: ", row.untrackable),
+        ("each run has to compile it: ", [row.not_stored] if row.not_stored else []),
     ):
         yield from (f"{what}{text}" for text in shortened(lines, _LINES_SHOWN))
 
 
 def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Row]] = {}
-    verified: dict[str, str] = {}
     for row in run.happenings:
-        if row.event in _PROGRAM_EVENTS:
-            groups.setdefault((row.label, row.program), []).append(row)
-        elif row.event in ("verified", "stale"):
-            verified[row.label] = row.event
+        groups.setdefault((row.label, row.program), []).append(row)
     rows = []
     for (label, program), found in groups.items():
         size = program_bytes.get(program)
-        devices = max(len(row.devices) for row in found)
         first = [row.seconds["execute"] for row in found if "execute" in row.seconds]
         rows.append(
             {
                 "step": label,
                 "program": program[:12] or "not on disk",
                 "size": readable_bytes(size) if size is not None else "gone" if program else "",
-                "devices": str(devices or ""),
                 "obtained": "; ".join(_obtained(run, found)),
                 "first run": _seconds(max(first)) if first else "",
-                "trace in the background": verified.get(label, ""),
             }
         )
-    yield from _table(rows, right={"size", "devices", "first run"})
+    yield from _table(rows, right={"size", "first run"})
 
 
 def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:
-    for event, text in _PROGRAM_EVENTS.items():
-        ranks = [row.rank for row in rows if row.event == event]
-        if ranks:
-            yield f"{text} by {readable_ranks(ranks)}" if len(run.ranks) > 1 else text
+    by_text: dict[str, list[int]] = {}
+    for row in rows:
+        by_text.setdefault(_obtained_in_words(row), []).append(row.rank)
+    for text, ranks in by_text.items():
+        yield f"{text} by {readable_ranks(ranks)}" if len(run.ranks) > 1 else text
+
+
+def _obtained_in_words(row: Row) -> str:
+    return f"{row.event}, {row.source}" if row.source not in ("", row.event) else row.event
 
 
 def _transfers(run: Run) -> Iterator[str]:
     rows, by_link = [], dict[str, list[float]]()
     started, duration = began(run), _duration(run)
     for rank, activity in _activities(run):
-        first, width = activity.period.started_time - started, activity.period.width_seconds
+        first, width = activity.started_time - started, activity.width_seconds
         for each in activity.moved:
             columns = by_link.setdefault(each.link, [0.0] * _COLUMNS)
             for index, _, size in each.buckets:
@@ -212,8 +224,8 @@ def _duration(run: Run) -> float:
     ends = [row.time for row in run.happenings]
     for _, each in _activities(run):
         last = max((bucket[0] + 1 for series in each.moved for bucket in series.buckets), default=0)
-        moved_until = each.period.started_time + last * each.period.width_seconds
-        ends += [each.period.written_time, moved_until]
+        moved_until = each.started_time + last * each.width_seconds
+        ends += [each.written_time, moved_until]
     return max(1e-3, max(ends) - began(run))
 
 
@@ -237,9 +249,6 @@ def _variables(run: Run) -> Iterator[str]:
         "the devices of the step; for tables, by row."
     )
     yield from _table(rows, right={"version", "size", "reads", "served by a copy"})
-    more = sum(activity.period.more_held for _, activity in _activities(run))
-    if more:
-        yield _paragraph(f"… and {more} that were deleted earlier.")
 
 
 def _processes(run: Run) -> Iterator[str]:
@@ -274,7 +283,9 @@ def _seconds(value: float) -> str:
 
 
 def _html(text: str) -> str:
-    return escape(printable(text))
+    """Text on one line, with U+FFFD for control characters and surrogates."""
+    text = re.sub("[\t\n\r]", " ", text)
+    return escape(re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text))
 
 
 def _paragraph(text: str) -> str:
@@ -309,32 +320,12 @@ def _cell(text: str | Sequence[str]) -> str:
     return f"<div>{first}{f'<ul>{items}</ul>' if items else ''}</div>"
 
 
-def _bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
-    """Draws a bar for each row: a label, a value, and the value as text."""
-    canvas, largest, height = Canvas(), max([value for _, value, _ in rows]), 20.0 * len(rows)
-    for number, (label, value, text) in enumerate(rows):
-        y, width = 20.0 * number, (_CHART - _LABEL - 80) * value / (largest or 1)
-        (fitting,) = wrapped(printable(label), _LABEL - 6, 12, most=1)
-        canvas.text("ink", (_LABEL - 6, y + 14), fitting, 12, anchor="end")
-        canvas.box("device" if label != "sum" else "quiet", _LABEL, y + 4, max(width, 1), 12, 2)
-        canvas.text("quiet", (_LABEL + max(width, 1) + 6, y + 14), text, 12)
-    about = "; ".join(f"{printable(label)} {text}" for label, _, text in rows)
-    return f"<figure>{canvas.document(_CHART, height, title, about)}</figure>"
-
-
 def _columns(link: str, values: Sequence[float], seconds: float) -> str:
     """Draws the bytes that crossed a link, from the start of a run to its end."""
-    canvas, width, height = Canvas(), _CHART / len(values), 80.0
     largest = max(values) or 1.0
-    for number, value in enumerate(values):
-        if value:
-            tall = max(1.0, height * value / largest)
-            canvas.box("host", number * width, height - tall, width - 1, tall, 0)
-    canvas.box("ink", 0, height, _CHART, 1, 0)
-    canvas.text("quiet", (0, height + 15), "0 s", 12)
-    canvas.text("quiet", (_CHART, height + 15), f"{seconds:,.1f} s", 12, anchor="end")
-    span = _seconds(seconds / len(values))
-    title = f"{printable(link)}: {readable_bytes(round(sum(values)))}"
-    about = f"{title}, at most {readable_bytes(round(largest))} in {span}"
-    drawn = canvas.document(_CHART, height + 20, title, about)
-    return f"<figure><figcaption>{escape(about)}</figcaption>{drawn}</figure>"
+    heights = (max(1.0, 100 * value / largest) if value else 0.0 for value in values)
+    columns = "".join(f'<div style="height: {height:.1f}%"></div>' for height in heights)
+    span, size = _seconds(seconds / len(values)), readable_bytes(round(sum(values)))
+    most = f"at most {readable_bytes(round(largest))} in {span}; 0 s to {seconds:,.1f} s"
+    caption = f"<figcaption>{_html(link)}: {size}, {most}</figcaption>"
+    return f'<figure>{caption}<div class="columns">{columns}</div></figure>'

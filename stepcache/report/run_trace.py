@@ -12,8 +12,6 @@ from stepcache.report.runs import Rank, Run, change_in_words, in_order
 from stepcache.storage.run_activity import Activity
 from stepcache.storage.run_log import Row
 
-_VERIFICATION = 1_000  # Threads with lower numbers have calls.
-
 
 def trace_events(run: Run) -> dict[str, Any]:
     """Returns the events of a run: ranks are processes, concurrent misses are in threads.
@@ -29,12 +27,12 @@ def trace_events(run: Run) -> dict[str, Any]:
 
 def began(run: Run) -> float:
     """The time of the first call or transfer, in seconds since the epoch."""
-    periods = [rank.activity.period for rank in run.ranks if rank.activity]
-    return min([*map(called_at, run.happenings), *(period.started_time for period in periods)])
+    starts = (rank.activity.started_time for rank in run.ranks if rank.activity)
+    return min([*map(called_at, run.happenings), *starts])
 
 
 def called_at(row: Row) -> float:
-    """The time of the call that missed, or of the start of a verification."""
+    """The time of the call that missed."""
     return row.called_time or row.time - sum(row.seconds.values())
 
 
@@ -44,19 +42,14 @@ def _rank_events(run: Run, rank: Rank, started: float) -> Iterator[dict[str, Any
     yield {"ph": "M", "name": "process_name", "args": {"name": name}, **common}
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}, **common}
     ends: list[float] = []  # Of the last miss in each thread.
-    verified = False
     for row in sorted((row for row in run.happenings if row.rank == rank.rank), key=called_at):
-        at, thread = called_at(row), _VERIFICATION
-        if row.event in ("verified", "stale"):
-            verified = True
-        else:
-            thread = next((n for n, end in enumerate(ends) if end <= at), len(ends))
-            ends[thread : thread + 1] = [at + sum(row.seconds.values())]
+        at = called_at(row)
+        thread = next((n for n, end in enumerate(ends) if end <= at), len(ends))
+        ends[thread : thread + 1] = [at + sum(row.seconds.values())]
         yield from _slices(row, round((at - started) * 1e6), {**common, "tid": thread})
-    names = {n: f"calls ({n + 1})" if n else "calls" for n in range(len(ends))}
-    names |= {_VERIFICATION: "verification"} if verified else {}
-    for thread, text in names.items():
-        yield {"ph": "M", "name": "thread_name", "args": {"name": text}, "tid": thread, **common}
+    for thread in range(len(ends)):
+        about = {"name": f"calls ({thread + 1})" if thread else "calls"}
+        yield {"ph": "M", "name": "thread_name", "args": about, "tid": thread, **common}
     if rank.activity is not None:
         yield from _counters(rank.activity, started, {**common, "tid": 0})
 
@@ -77,8 +70,8 @@ def _counters(
     activity: Activity, started: float, common: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     """Yields the transfers as rates, which last until the next event of the same name."""
-    width = activity.period.width_seconds
-    first = round((activity.period.started_time - started) * 1e6)
+    width = activity.width_seconds
+    first = round((activity.started_time - started) * 1e6)
     for each in activity.moved:
         filled = {index: (count, size) for index, count, size in each.buckets}
         for index in sorted({*filled, *(index + 1 for index in filled)}):

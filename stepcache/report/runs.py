@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepcache.programs.archive import Archive
+from stepcache.programs.store import ProgramStore
 from stepcache.report.inventory import means
 from stepcache.storage.run_activity import Activity, Held, Series
 from stepcache.storage.run_log import Logged, Row
 
-STAGES = tuple(
-    "import hash read remote agree wait load trace lower compile give execute verify".split()
-)
-_PROGRAM_EVENTS = ("built", "loaded", "relinked")
+STAGES = tuple("import trace lower agree remote wait load compile give execute".split())
 LATEST = "last"
 _CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
@@ -31,19 +28,19 @@ class Rank:
 
     rank: int  # Index of the process in its pod.
     seconds: dict[str, float]  # Duration of each stage over all steps, and "import".
-    total_seconds: float  # Their sum, without background verification.
+    total_seconds: float  # Their sum.
     events: dict[str, int]  # Number of events of each kind.
     activity: Activity | None = None  # What it moved and held; None if that is unknown.
 
     @property
-    def moved(self) -> tuple[Series, ...]:
+    def moved(self) -> list[Series]:
         """What it moved; empty if that is unknown."""
-        return self.activity.moved if self.activity is not None else ()
+        return self.activity.moved if self.activity is not None else []
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> list[Held]:
         """Variables and tables that it held; empty if they are unknown."""
-        return self.activity.held if self.activity is not None else ()
+        return self.activity.held if self.activity is not None else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +69,19 @@ class Summary:
     name: str  # Name of the run.
 
 
-def find_run(archive: Archive | None, wanted: str) -> Run | None:
+def find_run(store: ProgramStore | None, wanted: str) -> Run | None:
     """Returns a run by its number, the beginning of its name, or the name of its script."""
-    runs = latest_runs(archive)
+    runs = latest_runs(store)
     number = "0" if wanted == LATEST else wanted
     if number.isdecimal() and len(number) < 5:
         return next(itertools.islice(runs, int(number), None), None)
     return next((run for run in runs if wanted == run.script or run.name.startswith(wanted)), None)
 
 
-def summaries(archive: Archive | None) -> list[Summary]:
+def summaries(store: ProgramStore | None) -> list[Summary]:
     """Lists the runs, the latest first."""
     found = []
-    for number, run in enumerate(latest_runs(archive)):
+    for number, run in enumerate(latest_runs(store)):
         about = len(run.ranks), events_in_words(counts(run)), run.name
         found.append(Summary(number, run.script, run.started_time, *about))
     return found
@@ -102,7 +99,7 @@ def program_steps(run: Run) -> dict[str, str]:
 
 
 def events_in_words(counts: Mapping[str, int]) -> str:
-    """`2 built, 1 loaded`."""
+    """`2 compiled, 1 loaded`."""
     return ", ".join(f"{count} {event}" for event, count in counts.items())
 
 
@@ -110,18 +107,18 @@ def counts(run: Run) -> dict[str, int]:
     return dict(Counter(each.event for each in run.happenings))
 
 
-def latest_runs(archive: Archive | None, step: str | None = None) -> Iterator[Run]:
+def latest_runs(store: ProgramStore | None, step: str | None = None) -> Iterator[Run]:
     """Yields runs, the latest first; given a step, only runs of it and only its events."""
-    for pod in _pods(archive.run_log.runs() if archive is not None else ()):
+    for pod in _pods(store.run_log.runs() if store is not None else ()):
         rows = itertools.chain.from_iterable(logged.rows for logged in pod)
         rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
         if any(row.event != "executed" for row in rows):  # Its builds may be lost.
             yield _run(pod, sorted(rows, key=lambda row: row.time))
 
 
-def steps_known(archive: Archive | None) -> list[str]:
+def steps_known(store: ProgramStore | None) -> list[str]:
     """The labels of all steps in the run log."""
-    runs = archive.run_log.runs() if archive is not None else ()
+    runs = store.run_log.runs() if store is not None else ()
     return sorted({row.label for logged in runs for row in logged.rows})
 
 
@@ -169,12 +166,11 @@ def _happenings(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row.event != "executed":
             seconds = {stage: value for stage, value in row.seconds.items() if stage != "import"}
-            changes, stored = map(_named, (row.changes, row.stored))
-            kept.append(replace(row, seconds=seconds, changes=changes, stored=stored))
+            kept.append(replace(row, seconds=seconds, changes=_named(row.changes)))
             continue
         for index, each in enumerate(kept):
             same = (each.rank, each.label) == (row.rank, row.label)
-            if same and each.event in _PROGRAM_EVENTS and "execute" not in each.seconds:
+            if same and "execute" not in each.seconds:
                 kept[index] = replace(each, seconds=each.seconds | row.seconds)
                 break
     return kept
@@ -189,7 +185,7 @@ def _rank(rank: int, rows: list[Row], activity: Activity | None) -> Rank:
     for stage, taken in itertools.chain.from_iterable(row.seconds.items() for row in rows):
         seconds[stage] = seconds.get(stage, 0.0) + taken
     rounded = {stage: round(seconds[stage], 4) for stage in in_order(seconds)}
-    total = sum(value for stage, value in rounded.items() if stage != "verify")
+    total = sum(rounded.values())
     return Rank(rank, rounded, total, dict(Counter(row.event for row in rows)), activity)
 
 
@@ -200,12 +196,7 @@ def in_order(stages: Iterable[str]) -> list[str]:
 
 
 def change_in_words(change: Any) -> str:
-    """Returns a named change as text, such as "`model.py:Block.__call__` its code changed"."""
+    """Returns a named change as text, such as "package jaxlib: 0.10.1 → 0.10.2"."""
     part, path = change.get("part", ""), change.get("path", "")
-    before, after = change.get("before", ""), change.get("after", "")
-    if part == "code" and "absent" in (before, after):
-        return f"`{path}` {'was not there' if before == 'absent' else 'is gone'}"
-    if part == "code" and before.startswith("code ") and after.startswith("code "):
-        return f"`{path}` its code changed"
-    name = path if path.startswith(part) or part in ("value", "code") else f"{part} {path}"
-    return f"{name} {before} → {after}"
+    name = path if path.startswith(part) or part in ("argument", "code") else f"{part} {path}"
+    return f"{name}: {change.get('before', '')} → {change.get('after', '')}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from stepcache.errors import VariablesError
-from stepcache.storage import file_lock
+from stepcache.link import file_lock
 from stepcache.storage.private_files import make_directory, replace_file
 
 _LOCK = "lock"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from stepcache.storage import file_lock
+from stepcache.link import file_lock
 
 _LOOKS, _LOOK_SECONDS = 3, 0.01
 
@@ -25,7 +25,7 @@ class Building(NamedTuple):
 
 
 class BuildLock:
-    """Locks programs by their digests, with a file for each in a directory while it is locked."""
+    """Locks programs by their digests, with a file for each that is locked in a directory."""
 
     def __init__(self, directory: Path):
         self._directory = directory

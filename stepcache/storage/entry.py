@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import OptionError
-from stepcache.storage import plain
+from stepcache.link import plain
 
 FORMAT_VERSION = 2
 KEY_BYTES = 32
@@ -31,14 +31,6 @@ _COMPRESSION_LEVEL = 1
 
 class DamagedEntryError(Exception):
     """The bytes are not an entry as it was stored; the text says why. Users never see it raised."""
-
-
-class ForeignEntryError(DamagedEntryError):
-    """The header does not belong to the key: written under another one, or changed."""
-
-
-class HeaderTooLargeError(Exception):
-    """The header to be stored has more than `MAX_HEADER_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +72,15 @@ def encode(
 ) -> tuple[bytes, bytes]:
     """The file of an entry: what goes before the payload, and the payload as it is stored.
 
-    Raises `OptionError` if msgpack cannot hold `about`, `HeaderTooLargeError` if it is too large.
+    Raises `OptionError` if msgpack cannot hold `about`, or it is too large.
     """
     stored = zlib.compress(payload, _COMPRESSION_LEVEL)
     sha256 = hashlib.sha256(stored).digest()
     header = Header(kind, digest, created_time, len(stored), sha256, about)
     try:
         packed = plain.pack(plain.fields_of(header))
+        if len(packed) > MAX_HEADER_BYTES:
+            raise ValueError(f"{len(packed):,} bytes; at most {MAX_HEADER_BYTES:,} are kept")
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(
             "The header of a stored entry cannot be written",
@@ -94,8 +88,6 @@ def encode(
             expected="nothing but None, bool, int, float, str, bytes, list and dict",
             got=f"{type(error).__name__}: {error}",
         ) from error
-    if len(packed) > MAX_HEADER_BYTES:
-        raise HeaderTooLargeError(f"{len(packed):,} bytes; at most {MAX_HEADER_BYTES:,} are kept")
     signed = _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(packed)) + packed
     return signed + hmac.digest(key, signed, "sha256"), stored
 
@@ -120,7 +112,7 @@ def read_header(file: BinaryIO, file_bytes: int, key: bytes, kind: str, digest: 
     if len(given) != _HMAC_BYTES:
         raise DamagedEntryError(f"it is cut off within its header, after {file_bytes:,} bytes")
     if not hmac.compare_digest(given, hmac.digest(key, prefix + packed, "sha256")):
-        raise ForeignEntryError("its header is damaged, or was written under another key")
+        raise DamagedEntryError("its header is damaged, or was written under another key")
     try:
         header = plain.record_of(Header, plain.unpack(packed))
     except ValueError as error:  # Whoever wrote it has the key, but may be another version of us.

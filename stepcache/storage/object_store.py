@@ -1,20 +1,19 @@
 """Object stores: named bytes in a bucket, or in a directory, that many machines share.
 
 The client is obstore, imported when a store is first asked: tensorstore and s3fs take ten times as
-long to import. It writes only where nothing is, and has errors of their own for what is refused.
-Its asynchronous functions are not used: a process that ends after one aborts, every second time. So
-`Requests` runs in threads, which a process does not wait for.
-
-What the bytes mean is known to `shared_entries.py`, where the store is to `shared_place.py`.
+long to import, and it can write only where nothing is. Its asynchronous functions are not used: a
+process that ends after one aborts, every second time. So `Requests` runs in threads, for which a
+process does not wait.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -29,28 +28,19 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 T = TypeVar("T")
 
 
-class Object(NamedTuple):
-    """An object as a listing shows it."""
-
-    name: str  # Below the URL of the store.
-    size_bytes: int
-    time: float  # When it was written, in seconds since the epoch.
-
-
 class Requests:
-    """Runs requests in so many daemon threads at most, which stay until they are stopped.
+    """Runs requests in daemon threads, which are there from the first request on.
 
-    They stay because Python starts no thread any more when it ends, and programs are written then.
+    They stay: when Python ends it starts none any more, and programs are written then.
     """
 
     def __init__(self, name: str, threads: int):
-        self._name, self._limit = name, threads
+        self._name, self._to_start = name, threads
         self._changed = threading.Condition()
         self._waiting = collections.deque[tuple[Future[Any], Callable[[], Any]]]()
-        self._threads = self._busy = 0
-        self._stopped = False
+        self._busy, self._stopped = 0, False
 
-    def submit(self, work: Callable[[], T], first: bool = False) -> Future[T]:
+    def submit(self, work: Callable[[], T], *, first: bool = False) -> Future[T]:
         """Runs `work`, before all others that wait if it is to be `first`."""
         future: Future[T] = Future()
         with self._changed:
@@ -58,11 +48,10 @@ class Requests:
                 future.cancel()
                 return future
             (self._waiting.appendleft if first else self._waiting.append)((future, work))
-            if self._threads < min(self._limit, self._busy + len(self._waiting)):
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                with contextlib.suppress(RuntimeError):  # Too many threads.
-                    thread.start()
-                    self._threads += 1
+            with contextlib.suppress(RuntimeError):  # Too many threads.
+                while self._to_start:
+                    threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                    self._to_start -= 1
             self._changed.notify()
         return future
 
@@ -73,8 +62,7 @@ class Requests:
                 if not self._waiting:
                     return
                 future, work = self._waiting.popleft()
-                if not future.set_running_or_notify_cancel():
-                    continue
+                future.set_running_or_notify_cancel()
                 self._busy += 1
             try:
                 future.set_result(work())
@@ -100,83 +88,70 @@ class Requests:
             self._changed.notify_all()
 
 
+class Object(NamedTuple):
+    """An object as a listing shows it."""
+
+    name: str  # Below the URL of the store.
+    size_bytes: int
+    time: float  # When it was written, in seconds since the epoch.
+
+
 class ObjectStore:
     """Named bytes below a URL.
 
-    Its exceptions: `FileNotFoundError`, `PermissionError` where the store refuses, else `OSError`.
+    Its exceptions: `FileNotFoundError`, `PermissionError` where a write is refused, and those of
+    obstore.
     """
 
     def __init__(self, place: Place):
         self._place = place
-        self._opening = threading.Lock()
-        self._client: Any = None
 
-    def get(self, name: str) -> bytes:
-        """The bytes of a name."""
-        with self._errors() as client:
-            return bytes(client.get(name).bytes())
-
-    def listed(self, prefix: str) -> list[Object]:
-        """What is there below a prefix."""
-        with self._errors() as client:
-            found = [each for chunk in client.list(prefix) for each in chunk]
-        rows = ((each["path"], each["size"], each["last_modified"]) for each in found)
-        return [Object(name, size_bytes, time.timestamp()) for name, size_bytes, time in rows]
-
-    def put(self, name: str, data: bytes) -> bool:
-        """Writes bytes, whole, if the name is free; else False."""
-        with self._errors() as client:
-            from obstore import exceptions
-
-            try:
-                client.put(name, data, mode="create", use_multipart=False)
-            except exceptions.AlreadyExistsError:
-                return False
-            except exceptions.NotSupportedError:  # What is there has the same meaning.
-                client.put(name, data, use_multipart=False)
-        return True
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Removes objects; one that is not there is none to remove."""
-        with self._errors() as client, contextlib.suppress(FileNotFoundError):
-            client.delete(list(names))
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[Any]:
-        """Gives the client, and raises its exceptions as those of Python."""
-        try:
-            import obstore.exceptions as known
-        except ImportError as error:
-            raise OSError(f"obstore cannot be imported: {error}") from error
-        try:
-            with self._opening:
-                self._client = self._client or self._opened()
-            yield self._client
-        except FileNotFoundError as error:
-            raise FileNotFoundError(_in_short(error)) from error
-        except (known.PermissionDeniedError, known.UnauthenticatedError) as error:
-            raise PermissionError(_in_short(error)) from error
-        except (known.BaseError, ValueError) as error:
-            raise OSError(_in_short(error)) from error
-
-    def _opened(self) -> Any:
+    @functools.cached_property
+    def _client(self) -> Any:
         from obstore.store import LocalStore, from_url
 
         if self._place.directory is not None:
             return LocalStore(self._place.directory, mkdir=self._place.writable)
         endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
         wait = {"init_backoff": timedelta(seconds=0.05), "max_backoff": timedelta(seconds=1)}
+        retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=30)}
         options: dict[str, Any] = {
             "client_options": _CLIENT | {"allow_http": endpoint.startswith("http:")},
-            "retry_config": {
-                "max_retries": _RETRIES,
-                "retry_timeout": timedelta(seconds=30),
-                "backoff": wait | {"base": 2},
-            },
+            "retry_config": {**retries, "backoff": wait | {"base": 2}},
         }
         return from_url(self._place.url, **options)
 
+    def get(self, name: str) -> bytes:
+        """The bytes of a name."""
+        return bytes(self._client.get(name).bytes())
 
-def _in_short(error: Exception) -> str:
-    """What the client says, without the answers that it quotes."""
+    def listed(self, prefix: str) -> list[Object]:
+        """What is there below a prefix."""
+        found = [each for chunk in self._client.list(prefix) for each in chunk]
+        rows = ((each["path"], each["size"], each["last_modified"]) for each in found)
+        return [Object(name, size_bytes, time.timestamp()) for name, size_bytes, time in rows]
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Writes bytes, whole, if the name is free; else False."""
+        from obstore import exceptions
+
+        try:
+            try:
+                self._client.put(name, data, mode="create", use_multipart=False)
+            except exceptions.NotSupportedError:  # What is there has the same meaning.
+                self._client.put(name, data, use_multipart=False)
+        except exceptions.AlreadyExistsError:
+            return False
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise PermissionError(in_short(error)) from error
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Removes objects; one that is not there is none to remove."""
+        with contextlib.suppress(FileNotFoundError):
+            self._client.delete(list(names))
+
+
+def in_short(error: BaseException | None) -> str:
+    """What an error says, without the answers that it quotes."""
     return (str(error).splitlines() or [""])[0].partition(": <")[0][:300]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import secrets
 import shutil
 import stat
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import platformdirs
@@ -18,7 +17,6 @@ from stepcache.errors import CacheDirectoryError, refuse_url
 from stepcache.storage.entry import KEY_BYTES
 
 _ATTEMPTS = 3
-_MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 _CACHE, _ELSEWHERE = "the program cache", "name another directory in STEPCACHE_DIR"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -84,31 +82,26 @@ def check_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -
     Raises `CacheDirectoryError` if not, `OSError` if the directory is not there.
     """
     found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        what, hint = f"The place of {of} is not a directory", f"remove it, or {elsewhere}"
-        raise CacheDirectoryError(what, where=str(path), hint=hint)
-    got = {"where": str(path), "got": f"owner {found.st_uid}, {_mode(found.st_mode)}"}
-    if found.st_uid != os.geteuid():
-        raise CacheDirectoryError(
-            f"The directory of {of} belongs to another user, who could put code there",
-            expected=f"owner {os.geteuid()}",
-            hint=elsewhere,
-            **got,
-        )
-    if found.st_mode & _WRITABLE_BY_OTHERS:
+    what, expected, place, mode = "", "mode 0700", path, found.st_mode
+    hint = f"chmod 700 {path}, or {elsewhere}"
+    if not stat.S_ISDIR(mode):
+        what, expected = f"The place of {of} is not a directory", "a directory"
+        hint = f"remove it, or {elsewhere}"
+    elif found.st_uid != os.geteuid():
+        what = f"The directory of {of} belongs to another user, who could put code there"
+        expected, hint = f"owner {os.geteuid()}", elsewhere
+    elif mode & _WRITABLE_BY_OTHERS:
         what = f"Others can write to the directory of {of}, and so put code there"
-        hint = f"chmod 700 {path}, or {elsewhere}"
-        raise CacheDirectoryError(what, expected="mode 0700", hint=hint, **got)
-    for parent in {path.parent, path.resolve().parent}:
-        mode = parent.stat().st_mode
-        if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
-            raise CacheDirectoryError(
-                f"Others can put another directory in the place of {of}",
-                where=str(parent),
-                expected="a parent that only its owner can write to, or one with the sticky bit",
-                got=_mode(mode),
-                hint=f"chmod go-w {parent}, or {elsewhere}",
-            )
+    for parent in {path.parent, path.resolve().parent} if not what else ():
+        found = parent.stat()
+        if found.st_mode & _WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX:
+            what, place = f"Others can put another directory in the place of {of}", parent
+            expected = "a parent that only its owner can write to, or one with the sticky bit"
+            hint = f"chmod go-w {parent}, or {elsewhere}"
+            break
+    if what:
+        got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+        raise CacheDirectoryError(what, where=str(place), expected=expected, got=got, hint=hint)
 
 
 def _mode(mode: int) -> str:
@@ -118,22 +111,13 @@ def _mode(mode: int) -> str:
 def load_key(path: Path) -> bytes | None:
     """The key in a file, or None where there is none or it is not one that this user wrote."""
     try:
-        descriptor = os.open(path, READ_FLAGS)
+        with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
+            found, key = os.fstat(file.fileno()), file.read(KEY_BYTES + 1)
     except OSError:
         return None
-    try:
-        found = os.fstat(descriptor)
-        trusted = (
-            stat.S_ISREG(found.st_mode)
-            and found.st_uid == os.geteuid()
-            and not found.st_mode & _WRITABLE_BY_OTHERS
-        )
-        key = os.read(descriptor, KEY_BYTES + 1) if trusted else b""
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return key if len(key) == KEY_BYTES else None
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    is_trusted = is_ours and not found.st_mode & _WRITABLE_BY_OTHERS
+    return key if is_trusted and len(key) == KEY_BYTES else None
 
 
 def secret_in(path: Path, where: str) -> bytes:
@@ -144,36 +128,27 @@ def secret_in(path: Path, where: str) -> bytes:
 
     Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
     """
-    hint = f"openssl rand -hex 32 > {path} && chmod 600 {path}"
+    others, user = stat.S_IRWXG | stat.S_IRWXO, os.geteuid()
     try:
         with path.open("rb") as file:
             found, secret = os.fstat(file.fileno()), file.read(1 << 16).strip()
+        if not found.st_uid and user:
+            others &= ~stat.S_IRGRP
+        what, got = "is too short", f"{len(secret)} bytes"
+        if found.st_uid not in (user, 0) or found.st_mode & others:
+            what = "can be read by others, who could run code as you"
+            got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+        elif len(secret) >= KEY_BYTES:
+            return secret
     except OSError as error:
-        raise CacheDirectoryError(
-            f"The key of the shared cache cannot be read: {error.strerror}",
-            where=f"{where}={path}",
-            hint=f"{hint} makes one; all machines that share the cache need the same key",
-        ) from None
-    others = stat.S_IRWXG | stat.S_IRWXO
-    if not found.st_uid and os.geteuid():
-        others &= ~stat.S_IRGRP
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
-        raise CacheDirectoryError(
-            "Others can read the key of the shared cache, and with it run code as you",
-            where=f"{where}={path}",
-            expected=f"owner {os.geteuid()}, mode 0600",
-            got=f"owner {found.st_uid}, {_mode(found.st_mode)}",
-            hint=f"chmod 600 {path}; if others have read it, make a new one",
-        )
-    if len(secret) < KEY_BYTES:
-        raise CacheDirectoryError(
-            "The key of the shared cache is too short to be secret",
-            where=f"{where}={path}",
-            expected=f"at least {KEY_BYTES} bytes",
-            got=f"{len(secret)} bytes",
-            hint=hint,
-        )
-    return secret
+        what, got = "cannot be read", str(error.strerror)
+    raise CacheDirectoryError(
+        f"The key of the shared cache {what}",
+        where=f"{where}={path}",
+        expected=f"at least {KEY_BYTES} bytes in a file of owner {user}, mode 0600",
+        got=got,
+        hint=f"chmod 600 {path}; openssl rand -hex 32 makes a key, the same for all machines",
+    )
 
 
 def ensure_key(path: Path, temporary: Path) -> bytes:
@@ -189,7 +164,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
         if key is not None:
             return key
         try:
-            _create(temporary, secrets.token_bytes(KEY_BYTES))
+            create(temporary, [secrets.token_bytes(KEY_BYTES)])
             try:
                 os.link(temporary, path)  # Unlike a rename, it leaves the key of a faster process.
             except OSError:
@@ -201,11 +176,14 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     raise OSError(errno.EIO, "the key cannot be read back", str(path))
 
 
-def _create(path: Path, data: bytes) -> None:
-    """Makes a private file, which is on the disk afterwards."""
+def create(path: Path, pieces: Iterable[bytes], time: float | None = None) -> None:
+    """Makes a private file, which is on the disk afterwards; `time` is that of its last change."""
     with os.fdopen(os.open(path, CREATE_FLAGS, 0o600), "wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
+        if time is not None:
+            with contextlib.suppress(OSError):  # Some file systems set no times.
+                os.utime(file.fileno(), (time, time))
         os.fsync(file.fileno())
 
 
@@ -242,7 +220,7 @@ def replace_file(path: Path, text: str) -> None:
     """Writes a private file so that all of it is seen or none, also after the machine crashed."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        _create(new, text.encode())
+        create(new, [text.encode()])
         new.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -257,15 +235,3 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> int:
         written = os.pwrite(descriptor, data, offset)
         offset, data = offset + written, data[written:]
     return offset
-
-
-def socket_path(directory: Path) -> str:
-    """Returns a path for the socket of a directory, short enough and in a private directory."""
-    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        private = Path(parent) / f"stepcache-{os.geteuid()}"
-        path = str(private / f"{name}.ipc")
-        if len(path) <= _MAX_SOCKET_PATH:
-            make_directory(private, "sockets", "set TMPDIR to another directory")
-            return path
-    raise CacheDirectoryError("there is no directory with a short path for a socket", got=path)

@@ -10,26 +10,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from stepcache.events import Event, Moved, recorder
-from stepcache.storage.plain import fields_of, record_of
+from stepcache.link.plain import record_of
+from stepcache.storage.private_files import replace_file
 from stepcache.weak_objects import WeakObjects
 
 _BUCKETS, _FIRST_WIDTH_SECONDS = 128, 0.01
-_SERIES, _VARIABLES, _FILES, _LETTERS = 24, 256, 8, 200
+_SERIES, _VARIABLES, _MAX_BYTES = 24, 256, 1 << 20
 _OTHERS = "(others)"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 10.0
-_MAX_BYTES = 1 << 20
-
-_log = logging.getLogger("stepcache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +54,15 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
-    """When the counts of a process were taken."""
+class Activity:
+    """What a process has moved, and what it held."""
 
     started_time: float  # Time at which the first bucket begins, in seconds since the epoch.
     written_time: float  # Time of the counts, likewise.
     ended: bool  # Whether the process has ended; False also where it was killed.
     width_seconds: float  # Duration of a bucket.
-    more_held: int = 0  # Number of variables whose counts were dropped.
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What a process has moved, and what it held."""
-
-    period: Period  # When the counts were taken.
-    moved: tuple[Series, ...]  # Bytes over time, by step and link.
-    held: tuple[Held, ...]  # Variables and tables.
+    moved: list[Series]  # Bytes over time, by step and link.
+    held: list[Held]  # Variables and tables; of many, the latest.
 
 
 class Holder:
@@ -99,15 +87,13 @@ class ActivityLog:
 
     def _begin(self) -> None:
         self._pid, self._lock = os.getpid(), threading.Lock()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._started, self._width = self._clock(), _FIRST_WIDTH_SECONDS
+        self._is_waiting, self._wait_seconds = False, _FIRST_WAIT_SECONDS
+        self._ended, self._started, self._width = False, self._clock(), _FIRST_WIDTH_SECONDS
         self._moved: dict[tuple[str, str], dict[int, list[int]]] = {}
         self._holders: WeakObjects[Holder] = WeakObjects()
         # Appended to by the garbage collector, and so without the lock.
         self._gone: collections.deque[Held] = collections.deque(maxlen=_VARIABLES)
-        self._gone_count = 0
-        self._files: dict[Path, None] = {}
+        self._files: set[Path] = set()
         self._last: Activity | None = None
 
     def _here(self) -> ActivityLog:
@@ -152,88 +138,54 @@ class ActivityLog:
     def gone(self, held: Held) -> None:
         """Keeps the counts of variables that are about to be deleted."""
         self._here()._gone.append(held)
-        self._gone_count += 1
 
     def write_to(self, file: Path) -> None:
         """Writes what there is to a file too: soon, then while it changes, and at the end."""
-        self._here()
+        self._here()._files.add(file)
         with contextlib.suppress(OSError):  # Once: a directory that was removed stays so.
             file.parent.mkdir(mode=0o700, exist_ok=True)
-        with self._lock:
-            self._files[file] = None
-            for old in list(self._files)[:-_FILES]:
-                del self._files[old]
-            self._last = None
+        self._last = None
         self._write_soon()
 
     def _write_soon(self) -> None:
-        if self._files and self._thread is None and not self._ended.is_set():
-            with self._lock:
-                if self._thread is not None:
-                    return
-                name = "stepcache activity"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            try:
-                self._thread.start()
-            except (RuntimeError, MemoryError):  # No thread can be started now.
-                self._thread = None
-
-    def _run(self) -> None:
-        wait = _FIRST_WAIT_SECONDS
-        try:
-            while not self._ended.wait(wait) and self._write():
-                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
-        except Exception:
-            _log.info("stepcache does not record the transfers of this process", exc_info=True)
-        finally:
-            self._thread = None
+        if self._files and not self._is_waiting and not self._ended:
+            timer = threading.Timer(self._wait_seconds, self._write)
+            timer.daemon, timer.name = True, "stepcache activity"
+            with contextlib.suppress(RuntimeError, MemoryError):  # No thread can be started now.
+                timer.start()
+                self._is_waiting = True
 
     def finish(self) -> None:
         """Writes the files for the last time, at the end of the process."""
-        self._here()._ended.set()
+        self._here()._ended = True
         with contextlib.suppress(Exception):
             self._write()
 
-    def _write(self) -> bool:
-        """Writes the files. Returns whether anything has changed since the last time."""
-        found, now = self.activity(), round(self._clock(), 3)
-        with self._lock:
-            if found == self._last or not self._files:
-                return False
-            self._last, files = found, list(self._files)
-        plain = {"period": _plain(replace(found.period, written_time=now))}
-        plain |= {name: list(map(_plain, getattr(found, name))) for name in ("moved", "held")}
-        text = json.dumps(plain)
-        for file in files:
+    def _write(self) -> None:
+        self._is_waiting, found = False, self.activity()
+        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS)
+        if found == self._last:
+            return
+        self._last = found
+        text = json.dumps(asdict(replace(found, written_time=round(self._clock(), 3))))
+        for file in list(self._files):
             try:
-                temporary = file.with_suffix(".new")
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-                with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as opened:
-                    opened.write(text)
-                temporary.replace(file)
+                replace_file(file, text)
             except OSError:
-                self._files.pop(file, None)  # The directory was removed, or the disk is full.
-        return True
+                self._files.discard(file)  # The directory was removed, or the disk is full.
+        self._write_soon()
 
     def activity(self) -> Activity:
         """The counts of now, with 0 as their time."""
         self._here()
-        held = [*self._gone, *(each._held() for each in self._holders)]
-        more = max(0, self._gone_count - len(self._gone)) + len(held[:-_VARIABLES])
+        held = [*self._gone, *(each._held() for each in self._holders)][-_VARIABLES:]
         with self._lock:
             moved = []
             for key, buckets in self._moved.items():
                 calls, sizes = zip(*buckets.values(), strict=True)
                 rows = [[index, *bucket] for index, bucket in buckets.items()]
                 moved.append(Series(*key, sum(calls), sum(sizes), rows))
-            period = Period(self._started, 0.0, self._ended.is_set(), self._width, more)
-        return Activity(period, tuple(moved), tuple(held[-_VARIABLES:]))
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a record; texts only as far as they are of use."""
-    found = fields_of(record).items()
-    return {name: v[:_LETTERS] if isinstance(v, str) else v for name, v in found}
+        return Activity(self._started, 0.0, self._ended, self._width, moved, held)
 
 
 def read_activity(file: Path) -> Activity | None:
@@ -241,15 +193,14 @@ def read_activity(file: Path) -> Activity | None:
     try:
         with file.open("rb") as opened:
             found = json.loads(opened.read(_MAX_BYTES))
-        period = record_of(Period, found["period"])
-        moved = tuple(record_of(Series, each) for each in found["moved"])
-        held = tuple(record_of(Held, each) for each in found["held"])
+        for name, kind in (("moved", Series), ("held", Held)):
+            found[name] = [record_of(kind, each) for each in found[name]]
+        activity = record_of(Activity, found)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    buckets = (bucket for each in moved for bucket in each.buckets)
-    if period.width_seconds <= 0 or any(len(bucket) != 3 for bucket in buckets):
-        return None
-    return Activity(period, moved, held)
+    buckets = (bucket for each in activity.moved for bucket in each.buckets)
+    is_whole = activity.width_seconds > 0 and all(len(bucket) == 3 for bucket in buckets)
+    return activity if is_whole else None
 
 
 activity_log = ActivityLog()

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from stepcache.storage.plain import fields_of, record_of
+from stepcache.link.plain import fields_of, record_of
+from stepcache.storage.private_files import listed, remove
 from stepcache.storage.run_activity import Activity, activity_log, read_activity
 
-_RUNS_KEPT = 64
-_ROWS_A_RUN = 2_000
+_RUNS_KEPT, _ROWS_A_RUN = 64, 2_000
+_NEEDED = frozenset("event time script step label".split())
 
 _log = logging.getLogger("stepcache")
 
@@ -43,7 +44,7 @@ class Row:
     step: str  # Name of the step.
     label: str  # File and name of the step.
     program: str = ""  # Digest of the program.
-    # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank".
+    # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank N".
     source: str = ""
     # Duration of each stage: "import" (in the first row of a run), "trace", "lower", "wait",
     # "read", "load", "compile", "execute"; in a pod "agree", "wait" and "give".
@@ -116,20 +117,15 @@ class RunLog:
         if self._rows == 0:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._files()[: -_RUNS_KEPT + 1]:
-                activity = self._activity_file(old.name)
-                for path in (old, activity, activity.with_suffix(".new")):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+                remove(old)
+                remove(self._activity_file(old.name))
             activity_log.write_to(self._activity_file(self._name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
             file.write(lines)
 
     def _files(self) -> list[Path]:
-        try:
-            return sorted(self.directory.glob("*.jsonl"))
-        except OSError:
-            return []
+        return sorted(path for path in listed(self.directory) if path.suffix == ".jsonl")
 
     def _activity_file(self, name: str) -> Path:
         return self.directory.with_name("activity") / f"{name.removesuffix('.jsonl')}.json"
@@ -146,9 +142,6 @@ def _line(row: Row) -> str:
     """A row as it is written, without fields that are empty: readers give them their defaults."""
     said = {name: value for name, value in fields_of(row).items() if value or name in _NEEDED}
     return f"{json.dumps(said)}\n"
-
-
-_NEEDED = frozenset("event time script step label".split())
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stepcache.errors import CacheDirectoryError, OptionError
+from stepcache.link.processes import unique_name
 from stepcache.storage import private_files
-from stepcache.storage.load_markers import unique_name
 
 KEY_FILE, MODE, SECONDS = "STEPCACHE_KEY_FILE", "STEPCACHE_REMOTE_MODE", "STEPCACHE_REMOTE_SECONDS"
 _URL = re.compile(r"(s3|gs)://[^/?#]+(/[^?#]*)?|file:///[^?#]+")
@@ -70,16 +70,15 @@ def _key(url: str, where: str, directory: Path | None, writable: bool) -> bytes:
         raise CacheDirectoryError(
             "A shared cache needs a key: loading programs runs code; the key proves who made them",
             where=f"{where}={url}",
-            hint=f"openssl rand -hex 32 > KEY && chmod 600 KEY makes one; set {KEY_FILE} to its "
-            "path on all machines that share the cache",
+            hint=f"set {KEY_FILE} on all machines: openssl rand -hex 32 > KEY && chmod 600 KEY",
         )
+    path = directory / "key"
     try:
         if writable:
             private_files.make_directory(directory, *_USE)
-            temporary = directory / unique_name()
-            return private_files.ensure_key(directory / "key", temporary)
+            return private_files.ensure_key(path, directory / unique_name())
         private_files.check_directory(directory, *_USE)
-        key = private_files.load_key(directory / "key")
+        key = private_files.load_key(path)
     except OSError as error:
         why = error.strerror or str(error)
         raise CacheDirectoryError(f"The shared cache cannot be opened: {why}", where=url) from None

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepcache.distributed import pod_events
+from stepcache.distributed import pod_events, service_calls
 from stepcache.distributed.agreement import MAX_SIDES, Round
 from stepcache.distributed.peers import peers_of
 from stepcache.distributed.replicas import differing
+from stepcache.distributed.service_calls import LimitedService, call_in_thread
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import LimitedService, Service, Unreachable, call_in_thread
+from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.programs.pods.reports import (
     CallDecision,
     CallReport,
@@ -26,6 +27,7 @@ from stepcache.programs.pods.reports import (
     decide_on_calls,
     decide_on_modules,
 )
+from stepcache.programs.pods.shared_build import _merge_errors
 from stepcache.storage import plain
 
 
@@ -134,42 +136,53 @@ def test_what_differs_does_not_grow_with_the_groups():
     assert list(differing({0: {"a": "1"}, 1: {"a": "2", "b": "1"}, 2: {"b": "2"}})) == ["a", "b"]
 
 
-def module_report(rank, **other):
-    fields = {"module": "m", "program": "p", "holds": "", "directory": f"directory {rank}"}
-    return ModuleReport(**fields | other)
-
-
 def decided(reports):
     packed = decide_on_modules({rank: each.packed() for rank, each in reports.items()})
     return ModuleDecision.unpacked(packed), len(packed)
 
 
+def module(rank, holds="", **other):
+    fields = {"module": "m", "program": "p", "holds": holds, "directory": f"directory {rank}"}
+    return ModuleReport(**fields | other)
+
+
 def test_the_first_rank_that_has_the_program_leads():
-    held = {2: "disk", 3: "disk", 4: "memory"}
-    decision, _ = decided({n: module_report(n, holds=held.get(n, "")) for n in range(5)})
-    (roles,) = decision.roles.values()
-    assert (roles.leader, roles.compiles, roles.receivers) == (2, False, [[0, 1]])
-    for directory, shares in (("one", True), ("", False)):
-        decision, _ = decided({n: module_report(n, directory=directory) for n in range(5)})
-        (roles,) = decision.roles.values()
-        assert (roles.leader, roles.compiles, roles.shares_directory) == (0, True, shares)
-        assert roles.receivers == [[1, 4]]
-    assert decided({n: module_report(n, holds="memory") for n in range(5)})[0].roles == {}
+    decision, _ = decided(
+        {rank: module(rank, "disk" if rank in (2, 3) else "") for rank in range(5)}
+    )
+    roles = decision.roles["p"]
+    assert (roles.leader, roles.compiles, roles.receivers) == (2, False, [[0, 1], [4, 4]])
+    decision, _ = decided({rank: module(rank, directory="one") for rank in range(5)})
+    roles = decision.roles["p"]
+    assert (roles.leader, roles.compiles, roles.receivers) == (0, True, [[1, 4]])
+    assert roles.shares_directory
+    decision, _ = decided({rank: module(rank, "memory" if rank < 2 else "") for rank in range(4)})
+    assert (decision.roles["p"].leader, decision.roles["p"].receivers) == (2, [[3, 3]])
+    decision, _ = decided({rank: module(rank, "disk") for rank in range(3)})
+    assert not decision.roles
+
+
+def test_each_kind_of_host_has_its_own_leader():
+    decision, _ = decided({rank: module(rank, program=f"p{rank % 2}") for rank in range(4)})
+    assert {name: roles.leader for name, roles in decision.roles.items()} == {"p0": 0, "p1": 1}
+    assert len(decision.sides) == 1
 
 
 def test_a_decision_does_not_grow_with_the_ranks():
-    """Also where each calls something else, captures its rank, and passes other values."""
-    for label, call, values in (("f", "c {}", "v"), ("f {}", "c", "v {}"), ("f", "c", "v {}")):
-        reports = {n: [each.format(n) for each in (label, call, values)] for n in range(4000)}
-        packed = decide_on_calls({n: CallReport(*each).packed() for n, each in reports.items()})
-        decision = CallDecision(*plain.unpack(packed))
-        assert len(packed) < 2000 and decision.knows_values
-        assert len(decision.calls) == (MAX_SIDES if "{}" in label + call else 1)
-    for other in ("module", "error", "directory"):
-        reports = {n: module_report(n, **{other: f"{other} {n}"}) for n in range(4000)}
-        decision, size = decided(reports)
-        assert size < 2000 and len(decision.sides) == (MAX_SIDES if other == "module" else 1)
-        assert len(decision.failed) == (MAX_SIDES if other == "error" else 0)
+    """Also where each calls something else, lowers its rank, and passes other values."""
+    for call in (lambda rank: "call", lambda rank: f"call {rank}", lambda rank: f"call {rank % 2}"):
+        reports = {rank: CallReport("train", call(rank), f"{rank}") for rank in range(4000)}
+        packed = decide_on_calls({rank: each.packed() for rank, each in reports.items()})
+        assert len(packed) < 2000 and len(CallDecision(*plain.unpack(packed)).calls) <= MAX_SIDES
+    for other in (
+        lambda rank: {},
+        lambda rank: {"module": f"module {rank}"},
+        lambda rank: {"module": "", "error": f"rank {rank} failed"},
+    ):
+        decision, size = decided({rank: module(rank, **other(rank)) for rank in range(4000)})
+        assert size < 2000 and len(decision.sides) <= MAX_SIDES
+    errors = {rank: plain.pack(f"rank {rank} failed") for rank in range(4000)}
+    assert len(_merge_errors(errors)) < 500
 
 
 def test_a_call_may_be_waited_for_again():
@@ -196,14 +209,14 @@ def test_a_coordinator_has_ended_only_where_it_took_connections_before(monkeypat
     limit = time.monotonic() + 30
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(
-            coordination.wait_until_coordinator_ends, lambda: time.monotonic() > limit
+            service_calls.wait_until_coordinator_ends, lambda: time.monotonic() > limit
         )
         connection, _ = listener.accept()
         assert not waiting.done()
         listener.close(), connection.close()
         assert waiting.result(30)
     limit = time.monotonic() + 0.5
-    assert not coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
+    assert not service_calls.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
 
 
 def test_the_end_of_a_coordinator_is_seen_at_once(monkeypatch):
@@ -217,7 +230,7 @@ def test_the_end_of_a_coordinator_is_seen_at_once(monkeypatch):
         seen, limit = [], time.monotonic() + 30
 
         def watch(seen=seen, limit=limit):
-            coordination.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
+            service_calls.wait_until_coordinator_ends(lambda: time.monotonic() > limit)
             seen.append(time.monotonic())
 
         thread = threading.Thread(target=watch)
@@ -244,7 +257,7 @@ def test_a_wait_that_a_suspended_process_has_missed_is_no_loss(monkeypatch, wait
                 raise TimeoutError
             return True
 
-    monkeypatch.setattr(coordination, "call_in_thread", lambda call: Answer())
+    monkeypatch.setattr(service_calls, "call_in_thread", lambda call: Answer())
     limited = LimitedService(Service(None), 10.0)
     if answers:
         assert limited.put("name", b"")

@@ -159,14 +159,6 @@ def test_changes_of_attributes_between_calls():
     assert step.stats().misses == 6
 
 
-def test_what_is_donated_by_name_comes_back():
-    """nnx itself leaves variables without their arrays, where the function does not change them."""
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    step = snnx.step(lambda model, x: model(x), donate_argnames="model", graph=False)
-    assert np.array_equal(step(model, X), step(model, X))
-    assert not model.kernel[...].is_deleted()
-
-
 def test_changes_inside_of_more_than_values():
     @snnx.step
     def grow(model, x):
@@ -383,11 +375,51 @@ def test_an_error_leaves_modules_as_they_were():
 
 
 @pytest.mark.parametrize(
-    "name, options", [("carry", {"carry": "model"}), ("static", {"static": 1})]
+    "text, options",
+    [
+        ("donate_argnames frees the memory", {"carry": "model"}),
+        ("no keyword 'static'", {"static": 1}),
+        (r"sc\.Variables\(tree, pack=True\)", {"pack": True}),
+    ],
 )
-def test_other_keywords_are_refused(name, options):
-    with pytest.raises(sc.OptionError, match=name):
+def test_other_keywords_are_refused(text, options):
+    with pytest.raises(sc.OptionError, match=text):
         snnx.step(train_step, **options)
+
+
+@pytest.mark.parametrize("options", [*MODES[1:], {"in_shardings": P()}])
+def test_what_nnx_jit_serves_is_cached_too(options, mesh):
+    if "in_shardings" in options:
+        options = {"in_shardings": NamedSharding(mesh, P())}
+    step, objects = snnx.step(train_step, **options), make_small()
+    for _ in range(3):
+        step(*objects, X)
+    assert step.stats().misses == step.stats().traces == 1
+    for method in (step.warm, step.explain):
+        with pytest.raises(sc.OptionError, match="Rules"):
+            method(*objects, X)
+
+
+@pytest.mark.parametrize("options", [*MODES, {"donate_argnums": (0, 1)}])
+def test_a_function_is_entered_as_often_as_under_nnx_jit(options):
+    counts = []
+    for jit in (nnx.jit, snnx.step):
+        entered = []
+
+        def counted(model, optimizer, metrics, x, entered=entered):
+            entered.append(1)
+            return train_step(model, optimizer, metrics, x)
+
+        step, objects = jit(counted, **options), make_small()
+        for _ in range(3):
+            step(*objects, X)
+        step(*make_small(), X)
+        step(*objects, X[:2])
+        objects[0].power = 2
+        step(*objects, X)
+        jit(counted, **options)(*objects, X)
+        counts.append(len(entered))
+    assert counts[0] == counts[1]
 
 
 def test_shardings_of_parts_of_modules():
@@ -423,59 +455,6 @@ def test_rules_and_batches_of_a_session():
     assert np.allclose(losses, [theirs(*others, X) for _ in range(3)], rtol=1e-5)
 
 
-class Made(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.dropout = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        self.others = nnx.List([nnx.BatchNorm(2, rngs=rngs)])
-        self.activation, self.scale = nnx.relu, scaled_by(2)
-
-
-def scaled_by(factor):
-    return lambda x: factor * x
-
-
-@pytest.mark.sample(every=2)
-@pytest.mark.parametrize("graph", [True, False])
-def test_a_step_that_makes_modules_needs_no_trace_later(graph, tmp_path):
-    def create():
-        model = Made(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
-    results = []
-    for traces in (1, 0):
-        with sc.Session(cache=sc.ProgramCache(tmp_path, verify="off")) as session:
-            step = snnx.step(create, graph=graph)
-            model, optimizer = step()
-            session.cache.flush()
-        if jaxcompat.PRIVATE_API:
-            assert step.stats().traces == traces, step.last_miss
-        assert model.activation is nnx.relu and model.scale(3) == 6
-        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-        results.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer)))))
-    for one, other in zip(*results, strict=True):
-        assert one.dtype == other.dtype
-        if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.usefixtures("fresh_directory")
-def test_a_step_that_returns_a_state_needs_no_trace_later():
-    @snnx.step
-    def average(model, averages):
-        model.kernel[...] += 1
-        new = nnx.state(model, nnx.Param)
-        return jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, averages, new), new
-
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    averages = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
-    start = model.kernel[...]
-    for _ in range(2):
-        averages, new = average(model, averages)
-    assert type(averages.kernel) is nnx.Param and (new.kernel[...] == start + 2).all()
-    assert np.allclose(averages.kernel[...], 0.75 * start + 1.25, atol=1e-6)
-    assert average.stats().traces == 1 and average.last_miss.untrackable == ()
-
-
 @pytest.mark.parametrize("options", MODES)
 def test_stages_mean_the_sessions_mesh(mesh, options):
     def split(model, x):
@@ -502,9 +481,8 @@ def test_short_batches_are_padded():
     assert model.bias[0] == 9
 
 
-@pytest.mark.parametrize("options", MODES[:2])
-def test_a_miss_names_the_attribute(options):
-    step = snnx.step(lambda model, x: model(x), **options)
+def test_a_miss_names_the_attribute():
+    step = snnx.step(lambda model, x: model(x))
     step(nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0))), X)
     wider = nnx.Sequential(nnx.Linear(8, 5, rngs=nnx.Rngs(0)))
     assert "model.layers[0].kernel: float32[8,4] → float32[8,5]" in str(step.explain(wider, X))
@@ -536,8 +514,7 @@ def test_the_stages_are_those_of_flax():
     assert "dot_general" in str(step.trace(model, X).traced.jaxpr)
 
 
-@pytest.mark.parametrize("options", [*MODES[:2], {"pack": True}])
-def test_what_another_thread_changes_during_a_call_is_seen_by_the_next(options):
+def test_what_another_thread_changes_during_a_call_is_seen_by_the_next():
     model, tracing, changed = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), threading.Event(), []
 
     def call(model):
@@ -552,7 +529,7 @@ def test_what_another_thread_changes_during_a_call_is_seen_by_the_next(options):
         changed.append(True)
 
     model.power, model.bias[...] = 2, jnp.ones(8)
-    thread, step = threading.Thread(target=change), snnx.step(call, **options)
+    thread, step = threading.Thread(target=change), snnx.step(call)
     thread.start()
     step(model)
     thread.join()
@@ -578,16 +555,14 @@ def test_small_training_loops(options):
         same(values(*objects), values(*others))
 
 
-@pytest.mark.parametrize("options", MODES[:2])
-def test_later_calls_do_not_walk_the_modules(options, monkeypatch):
-    step, objects = snnx.step(train_step, **options), make_small()
+def test_later_calls_do_not_walk_the_modules(monkeypatch):
+    step, objects = snnx.step(train_step), make_small()
     step(*objects, X)
 
     def refuse(*args, **kwargs):
         raise AssertionError("a module was taken apart")
 
-    for kind in (snnx.GraphCall, snnx.TreeCall):
-        monkeypatch.setattr(kind, "__init__", refuse)
+    monkeypatch.setattr(snnx.GraphCall, "__init__", refuse)
     before = values(objects[0])
     step(*objects, X)
     assert not np.array_equal(values(objects[0])[0], before[0])

@@ -13,16 +13,15 @@ import struct
 import subprocess
 import sys
 import textwrap
-import zlib
 from pathlib import Path
 
 import pytest
 
 import stepcache as sc
+from stepcache.link.processes import Process, unique_name
 from stepcache.storage import entry as format_
 from stepcache.storage import private_files
 from stepcache.storage.disk_store import DiskStore
-from stepcache.storage.load_markers import Process, unique_name
 
 DIGEST = "0123456789abcdef" * 4
 OTHER = "fedcba9876543210" * 4
@@ -60,11 +59,11 @@ def unsynced(monkeypatch):
 
 
 def path_of(tier, digest=DIGEST, kind="program"):
-    return Path(tier.directory) / "v1" / "entries" / kind / digest
+    return Path(tier.directory) / "v2" / "entries" / kind / digest
 
 
 def inside(tier, name):
-    return sorted(path.name for path in (Path(tier.directory) / "v1" / name).iterdir())
+    return sorted(path.name for path in (Path(tier.directory) / "v2" / name).iterdir())
 
 
 def refusal(tier):
@@ -98,11 +97,10 @@ def test_kinds_are_apart(tier):
 
 
 def test_a_payload_is_compressed_where_that_helps(tier):
-    noise = random.Random(1).randbytes(100_000)
     tier.publish("program", DIGEST, {}, bytes(100_000))
-    tier.publish("program", OTHER, {}, noise)
+    tier.publish("program", OTHER, {}, random.Random(1).randbytes(100_000))
     assert path_of(tier).stat().st_size < 2_000
-    assert path_of(tier, OTHER).read_bytes().endswith(noise)
+    assert path_of(tier, OTHER).stat().st_size < 101_000
 
 
 @pytest.mark.parametrize(
@@ -142,15 +140,10 @@ def test_the_longest_name_can_be_marked_published_and_set_aside(tier):
     assert len(inside(tier, "quarantine")) == 1
 
 
-@pytest.mark.parametrize("header", [{"x": object()}, {"x": 1 << 70}])
-def test_a_header_that_cannot_be_packed_is_an_error(tier, header):
+@pytest.mark.parametrize("header", [{"x": object()}, {"x": 1 << 70}, {"x": bytes(17 << 20)}])
+def test_a_header_that_cannot_be_kept_is_an_error(tier, header):
     with pytest.raises(sc.OptionError, match="header"):
         tier.publish("program", DIGEST, header, b"")
-
-
-def test_a_header_that_is_too_large_is_not_stored(tier, monkeypatch):
-    monkeypatch.setattr(format_, "MAX_HEADER_BYTES", 1000)
-    assert not tier.publish("program", DIGEST, {"x": bytes(1000)}, b"")
     assert tier.writable and tier.publish("program", DIGEST, {"x": bytes(500)}, b"")
 
 
@@ -203,7 +196,7 @@ def write_garbage(path, chance, _):
 
 def claim_another_format(path, chance, _):
     content = bytearray(path.read_bytes())
-    content[8:12] = struct.pack("<I", chance.choice([0, 2, 3, 1 << 31]))
+    content[8:12] = struct.pack("<I", chance.choice([0, 1, 3, 1 << 31]))
     path.write_bytes(content)
 
 
@@ -213,11 +206,9 @@ def claim_a_large_header(path, chance, _):
     path.write_bytes(content)
 
 
-def forge(path, *, key, digest=DIGEST, stored=None, **header):
+def forge(path, *, key, payload=b"something else"):
     """Writes what a holder of `key` could write."""
-    stored = stored or format_.store(b"something else")
-    head = format_.encode_head(key, "program", digest, NOW, header, stored)
-    path.write_bytes(head + stored.payload)
+    path.write_bytes(b"".join(format_.encode(key, "program", DIGEST, NOW, {}, payload)))
 
 
 def sign_with_another_key(path, chance, _):
@@ -250,24 +241,12 @@ def put_a_pipe_there(path, *_):
 
 def misstate_the_stored(path, chance, tier):
     """An authentic header that lies, as one of another version may."""
-    key = (Path(tier.directory) / "v1" / "key").read_bytes()
-    stored = format_.store(bytes(1000))
-    lies = [
-        {"payload_bytes": 999},
-        {"payload_bytes": 1001},
-        {"payload_bytes": 0},
-        {"payload_bytes": -1},
-        {"sha256": bytes(32)},
-        {"encoding": "zstd"},
-        {"encoding": "raw"},
-        {"payload_bytes": "1000"},
-        {"payload": zlib.compress(bytes(1 << 20))},
-    ]
-    lie = chance.choice(lies)
-    lying = stored._replace(**lie)
-    if "payload" in lie:  # A bomb: its checksum holds.
-        lying = lying._replace(sha256=format_.hashlib.sha256(lying.payload).digest())
-    forge(path, key=key, stored=lying)
+    key = (Path(tier.directory) / "v2" / "key").read_bytes()
+    lie = chance.choice([{"stored_bytes": "1000"}, {"sha256": bytes(32)}, {"about": None}])
+    with pytest.MonkeyPatch.context() as patch:
+        fields = format_.plain.fields_of
+        patch.setattr(format_.plain, "fields_of", lambda header: fields(header) | lie)
+        forge(path, key=key)
 
 
 DAMAGES = {
@@ -327,10 +306,10 @@ def test_a_publish_over_what_is_damaged_is_readable(tier, damage):
     [
         (truncate, "cut off|bytes where .* were written"),
         (write_garbage, "not an entry of stepcache"),
-        (claim_another_format, r"has format \d+; this stepcache reads 1"),
+        (claim_another_format, r"has format \d+; this stepcache reads 2"),
         (sign_with_another_key, "under another key"),
         (take_the_place_of_another, f"was stored as program {OTHER}"),
-        (put_a_directory_there, "not a file"),
+        (put_a_directory_there, "cannot be read"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -387,22 +366,12 @@ def test_what_was_published_since_it_was_looked_at_is_not_set_aside(tier, monkey
 
 
 def test_the_newest_in_quarantine_are_kept(tier, clock):
-    for number in range(40):
+    for number in range(20):
         clock.now += 1
         tier.publish("program", f"{number:02x}", {}, b"x")
         tier.discard("program", f"{number:02x}", "test")
     kept = [name.split(".")[2] for name in inside(tier, "quarantine")]
-    assert kept == [f"{number:02x}" for number in range(8, 40)]
-
-
-def test_quarantine_is_bounded_by_bytes(directory, clock):
-    tier = DiskStore(directory, 40_000, clock=clock)
-    for number in range(10):
-        clock.now += 1
-        tier.publish("program", f"{number:02x}", {}, random.Random(number).randbytes(3_000))
-        tier.discard("program", f"{number:02x}", "test")
-    kept = [name.split(".")[2] for name in inside(tier, "quarantine")]
-    assert kept == ["07", "08", "09"], "a quarter of the bound"
+    assert kept == [f"{number:02x}" for number in range(4, 20)]
 
 
 def test_the_memory_of_refusals_is_bounded(tier, caplog):
@@ -416,18 +385,17 @@ def test_discard(tier):
     for digest in (DIGEST, OTHER):
         tier.publish("program", digest, {}, b"x")
     tier.discard("program", DIGEST, "it does not load")
-    tier.discard("program", OTHER, "it is stale", quarantine=False)
     assert tuple(tier.quarantined) == (("program", DIGEST, "it does not load"),)
     assert [name.split(".")[2] for name in inside(tier, "quarantine")] == [DIGEST]
-    assert tier.read("program", DIGEST) is None and tier.read("program", OTHER) is None
-    assert tier.publish("program", OTHER, {}, b"new") and tier.read("program", OTHER)
+    assert tier.read("program", DIGEST) is None and tier.read("program", OTHER)
+    assert tier.publish("program", DIGEST, {}, b"new") and tier.read("program", DIGEST)
 
 
 # The key
 
 
 def test_the_key_is_for_the_user_alone(tier):
-    key = Path(tier.directory) / "v1" / "key"
+    key = Path(tier.directory) / "v2" / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
     for path in (tier.directory, key.parent, path_of(tier).parent.parent):
         assert Path(path).stat().st_mode & 0o777 == 0o700
@@ -450,7 +418,7 @@ def let_others_write(key):
 )
 def test_a_bad_key_is_replaced_and_old_entries_are_foreign(tier, damage):
     tier.publish("program", DIGEST, {}, b"old")
-    key = Path(tier.directory) / "v1" / "key"
+    key = Path(tier.directory) / "v2" / "key"
     before = key.read_bytes()
     damage(key)
     again = DiskStore(tier.directory)
@@ -487,7 +455,7 @@ def test_the_key_of_a_faster_process_is_taken(directory, monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", make_key_after_another)
     tiers.append(DiskStore(directory))
     assert tiers[1].read("program", DIGEST) and len(tiers) == 2
-    assert (directory / "v1" / "key").read_bytes() != b"k" * 32
+    assert (directory / "v2" / "key").read_bytes() != b"k" * 32
 
 
 def test_a_file_system_without_hard_links_will_do(directory, monkeypatch):
@@ -512,7 +480,7 @@ def test_missing_parents_are_made_for_the_user_alone(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
-@pytest.mark.parametrize("which", ["cache", "cache/v1"])
+@pytest.mark.parametrize("which", ["cache", "cache/v2"])
 def test_a_directory_that_others_can_write_to_is_refused(tier, directory, mode, which):
     path = directory.parent / which
     path.chmod(mode)
@@ -641,10 +609,10 @@ def after(calls):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
-@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_a_full_disk(tier, monkeypatch, caplog, name, code):
     assert tier.publish("program", DIGEST, {}, b"x" * 100)
-    with failing(monkeypatch, name, code, after(1 if name == "write" else 0)):
+    with failing(monkeypatch, name, code):
         with pytest.warns(sc.StepCacheWarning, match=os.strerror(code)) as warned:
             assert not tier.publish("program", DIGEST, {}, b"y" * 100)
             assert not tier.publish("program", OTHER, {}, b"z")
@@ -676,65 +644,51 @@ def test_a_file_system_that_sets_no_times_keeps_its_own(tier, monkeypatch):
     assert tier.read("program", DIGEST).payload == b"x"
 
 
-def mutations(monkeypatch):
-    """A list of what is done to files from now on, all of which fails."""
-    done = []
+def forbid_writes(monkeypatch):
+    """All that is done to files fails from now on."""
 
-    def forbid(name):
-        def refuse(*arguments, **_):
-            done.append((name, arguments))
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        return refuse
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     names = "mkdir rename replace unlink rmdir link symlink utime truncate write chmod fsync"
     for name in names.split():
-        monkeypatch.setattr(os, name, forbid(name))
+        monkeypatch.setattr(os, name, refuse)
     original = os.open
 
     def open_to_read(path, flags, *arguments, **keywords):
-        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
-            return forbid("open")(path)
-        return original(path, flags, *arguments, **keywords)
+        is_write = flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)
+        return (refuse if is_write else original)(path, flags, *arguments, **keywords)
 
     monkeypatch.setattr(os, "open", open_to_read)
-    return done
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_read_only_directory_serves_reads(tier, directory, clock, monkeypatch, code, caplog):
+def test_a_read_only_directory_serves_reads(tier, directory, clock, monkeypatch):
     for digest in (DIGEST, OTHER):
         tier.publish("program", digest, {}, b"x" * 100)
     os.truncate(path_of(tier, OTHER), 20)
-    with failing(monkeypatch, "open", code, creates):
-        reader = DiskStore(directory, clock=clock)
-    assert not reader.writable
     clock.now += 1000
-    done = mutations(monkeypatch)
+    forbid_writes(monkeypatch)
+    reader = DiskStore(directory, clock=clock)
     with reader.loading("program", DIGEST):
         assert reader.read("program", DIGEST).payload == b"x" * 100
     for _ in range(3):
         assert reader.read("program", OTHER) is None
     assert [info.problem is None for info in reader.entries(whole=True)].count(True) == 1
-    reader.discard("program", DIGEST, "stale", quarantine=False)
-    assert reader.read("program", DIGEST) is None, "it cannot be removed, but is not used either"
-    assert not done
-    with pytest.warns(sc.StepCacheWarning, match=os.strerror(code)) as warned:
+    with pytest.warns(sc.StepCacheWarning, match=os.strerror(errno.EROFS)) as warned:
         assert not reader.publish("program", DIGEST, {}, b"y")
         assert not reader.publish("program", DIGEST, {}, b"y")
-    assert len(warned) == 1 and not done
+    assert len(warned) == 1 and not reader.writable
     assert {refused.digest for refused in reader.quarantined} == {OTHER}
 
 
 def test_a_read_only_entry_that_killed_its_loader_is_refused(tier, directory, clock, monkeypatch):
     tier.publish("program", DIGEST, {}, b"x")
     leave_marker(tier, ended_process())
-    with failing(monkeypatch, "open", errno.EROFS, creates):
-        reader = DiskStore(directory, clock=clock)
-    done = mutations(monkeypatch)
+    forbid_writes(monkeypatch)
+    reader = DiskStore(directory, clock=clock)
     for _ in range(2):
         assert reader.read("program", DIGEST) is None
-    assert "ended while it was loading it" in refusal(reader) and not done
+    assert "ended while it was loading it" in refusal(reader)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the modes of files do not bind root")
@@ -744,8 +698,7 @@ def test_a_directory_without_write_permission(tier, directory):
     try:
         for path in places:
             path.chmod(0o500)
-        reader = DiskStore(directory)
-        assert not reader.writable and reader.read("program", DIGEST)
+        assert DiskStore(directory).read("program", DIGEST)
     finally:
         for path in places:
             path.chmod(0o700)
@@ -794,17 +747,16 @@ def test_a_use_is_noted_once_a_minute(tier, clock, monkeypatch):
     assert path_of(tier).stat().st_mtime == clock.now
 
 
-def test_what_is_being_loaded_is_not_evicted(directory, clock):
-    tier, other = (DiskStore(directory, 2_500, clock=clock) for _ in range(2))
-    with contextlib.ExitStack() as stack:
-        for number in range(4):
-            clock.now += 1
-            if number == 1:
-                stack.enter_context(other.loading("program", "00"))
-            tier.publish("program", f"{number:02x}", {}, random.Random(number).randbytes(1_000))
-        assert {info.digest for info in tier.entries()} == {"00", "03"}
-    tier.publish("program", "04", {}, random.Random(4).randbytes(1_000))
-    assert {info.digest for info in tier.entries()} == {"03", "04"}
+def test_another_process_may_have_filled_the_directory(directory, clock):
+    tiers = [DiskStore(directory, 20_000, clock=clock) for _ in range(2)]
+    for number in range(200):
+        clock.now += 1
+        payload = random.Random(number).randbytes(1_000)
+        tiers[number % 2].publish("program", f"{number:02x}", {}, payload)
+    assert tiers[0].size_bytes() <= 20_000 + 20_000 // 8
+    assert {info.digest for info in tiers[0].entries()} >= {
+        f"{each:02x}" for each in range(190, 200)
+    }
 
 
 def test_prune(tier, clock):
@@ -812,11 +764,11 @@ def test_prune(tier, clock):
         clock.now += 1
         tier.publish("program", f"{number:02x}", {"number": number}, bytes(100))
     each = tier.size_bytes() // 4
-    with tier.loading("program", "00"):
-        removed = tier.prune(2 * each)
-    assert [info.header["number"] for info in removed] == [1, 2]
-    assert {info.digest for info in tier.entries()} == {"00", "03"}
-    assert tier.prune(2 * each) == [] and len(tier.prune(0)) == 2
+    removed = tier.prune(2 * each)
+    assert [info.header["number"] for info in removed] == [0, 1]
+    assert {info.digest for info in tier.entries()} == {"02", "03"}
+    assert tier.prune(2 * each) == [] and len(tier.prune(unused_since=NOW + 3)) == 1
+    assert len(tier.prune(0)) == 1
     assert tier.size_bytes() == 0
 
 
@@ -900,7 +852,7 @@ def elsewhere():
 
 
 def leave_marker(tier, process, digest=DIGEST, age_seconds=0):
-    path = Path(tier.directory) / "v1" / "loading" / f"program.{digest}.{process}.0badcafe"
+    path = Path(tier.directory) / "v2" / "loading" / f"program.{digest}.{process}.0badcafe"
     path.write_bytes(b"")
     os.utime(path, (NOW - age_seconds,) * 2)
     return path
@@ -975,7 +927,6 @@ def test_the_marker_of_a_live_process_blames_nobody(tier):
         process = Process.current()._replace(pid=child.pid, start="0")
         leave_marker(tier, process)
         assert tier.read("program", DIGEST) and not tier.quarantined
-        assert tier.prune(0) == [], "it is being loaded"
     finally:
         child.kill()
         child.wait()
@@ -992,14 +943,13 @@ def test_a_zombie_has_ended(tier):
     child.wait()
 
 
-@pytest.mark.parametrize(("age_seconds", "alive"), [(0, True), (599, True), (601, False)])
-def test_markers_of_other_hosts_hold_for_ten_minutes(tier, clock, age_seconds, alive):
+@pytest.mark.parametrize(("age_seconds", "is_kept"), [(0, True), (3601, False)])
+def test_a_marker_of_another_host_blames_nobody(tier, clock, age_seconds, is_kept):
     tier.publish("program", DIGEST, {}, b"x")
     marker = leave_marker(tier, elsewhere(), age_seconds=age_seconds)
     assert tier.read("program", DIGEST) and not tier.quarantined
-    assert (tier.prune(0) == []) == alive
     DiskStore(tier.directory, clock=clock)
-    assert marker.exists() == alive
+    assert marker.exists() == is_kept
 
 
 def test_markers_without_an_entry_go_when_a_tier_is_opened(tier, clock):
@@ -1012,7 +962,7 @@ def test_markers_without_an_entry_go_when_a_tier_is_opened(tier, clock):
 
 
 def test_temporary_files_of_others_go_when_a_tier_is_opened(tier, clock):
-    tmp = Path(tier.directory) / "v1" / "tmp"
+    tmp = Path(tier.directory) / "v2" / "tmp"
     ages = {
         unique_name(): (0, True),
         f"{ended_process()}.0badcafe": (0, False),
@@ -1082,51 +1032,45 @@ def run(body, directory, *arguments, timeout=120):
 
 
 @pytest.mark.slow
-def test_killed_at_any_stage_of_a_publish(directory):
-    """100 times: the old entry or the new one is whole, and nothing is left over."""
+def test_killed_at_any_line_of_a_publish(directory):
+    """The old entry or the new one is whole, and nothing is left over."""
     body = """
-    write = os.write
-    os.write = lambda descriptor, data: write(descriptor, data[:16_384])  # As a disk may do.
-
-    class Doomed(DiskStore):
-        def _reached(self, stage):
-            stages.append(stage)
-            if len(stages) == self.last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    stages = []
-    tier = Doomed(directory)
-    tier.last = None
-    tier.publish("program", "ab", {"version": 0}, payload_of(0))
-    all_stages, current, seen = list(stages), 0, []
+    from stepcache.storage import private_files
+    watched = {each.__code__ for each in (private_files.create, DiskStore._write)}
+    lines = 0
 
     def publish(version, last):
-        tier = Doomed(directory)
-        stages.clear()
-        tier.last = last
-        tier.publish("program", "ab", {"version": version}, payload_of(version))
+        def trace(frame, event, argument):
+            global lines
+            lines += event == "line"
+            if lines == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
 
-    for version in range(1, 101):
-        last = 1 + version % len(all_stages)
-        assert outcome(in_child(publish, version, last)) == -signal.SIGKILL
-        left = len(os.listdir(directory / "v1" / "tmp"))
+        tier = DiskStore(directory)
+        sys.settrace(lambda frame, *_: trace if frame.f_code in watched else None)
+        tier.publish("program", "ab", {"version": version}, payload_of(version))
+        sys.settrace(None)
+
+    publish(0, 0)
+    total, current, seen = lines, 0, []
+    for version in range(1, total + 1):
+        lines = 0
+        assert outcome(in_child(publish, version, version)) == -signal.SIGKILL
+        left = len(os.listdir(directory / "v2" / "tmp"))
         tier = DiskStore(directory)
         entry = tier.read("program", "ab")
         found = entry.header["version"]
         assert found in (current, version), (found, current, version)
         assert entry.payload == payload_of(found)
-        assert not tier.quarantined and not os.listdir(directory / "v1" / "tmp")
-        seen.append((all_stages[last - 1], found == version, left))
+        assert not tier.quarantined and not os.listdir(directory / "v2" / "tmp")
+        seen.append((found == version, left))
         current = found
     print(json.dumps(seen))
     """
     seen = run(body, directory)
-    assert len(seen) == 100
-    stages = {stage for stage, _, _ in seen}
-    published = {"renamed", "evicted"}
-    assert stages == published | {"opened", "written in part", "written", "synced"}
-    for stage, new, left in seen:
-        assert (new, left) == ((True, 0) if stage in published else (False, 1)), stage
+    assert len(seen) > 10 and [False, 1] in seen and [False, 0] in seen
+    assert all(left == 0 for is_new, left in seen if is_new)
 
 
 @pytest.mark.slow
@@ -1158,11 +1102,11 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         tier = DiskStore(directory)
         assert not tier.publish("program", "cd", {}, payload_of("more"))
-        assert not tier.writable and not os.listdir(directory / "v1" / "tmp")
+        assert not tier.writable and not os.listdir(directory / "v2" / "tmp")
         assert tier.read("program", "cd").payload == payload_of("cd")
 
     limited = outcome(in_child(publish_within_a_limit))
-    left = os.listdir(directory / "v1" / "loading")
+    left = os.listdir(directory / "v2" / "loading")
     print(json.dumps([refused, reasons, again, healthy, limited, left]))
     """
     refused, reasons, again, healthy, limited, left = run(body, directory)
@@ -1199,7 +1143,7 @@ def test_eight_processes_at_once(directory, seconds):
             elif roll < 0.92:
                 tier.prune(chance.randrange(max_bytes))
             elif roll < 0.95:
-                tier.discard("program", digest, "stale", quarantine=False)
+                tier.prune(unused_since=time.time() - 1)
             elif roll < 0.98:
                 for info in tier.entries(whole=chance.random() < 0.3):
                     assert info.problem is None, info
@@ -1216,7 +1160,7 @@ def test_eight_processes_at_once(directory, seconds):
     assert tier.size_bytes() <= max_bytes
     for info in tier.entries(whole=True):
         assert info.problem is None
-    left = [os.listdir(directory / "v1" / name) for name in ("tmp", "loading", "quarantine")]
+    left = [os.listdir(directory / "v2" / name) for name in ("tmp", "loading", "quarantine")]
     assert left == [[], [], []], left
     each = [json.loads(path.read_text()) for path in directory.parent.glob("counts.*")]
     print(json.dumps({name: sum(counts[name] for counts in each) for name in each[0]}))

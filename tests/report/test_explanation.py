@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import stepcache as sc
+from stepcache import jaxcompat
 from stepcache.report.explanation import _abbreviated, readable_bytes
 
 
@@ -150,3 +151,19 @@ def test_paths_of_variables_begin_with_the_argument(pack):
     text = str(explained)
     assert "  state/plain" in text and "rest/1/0/b" not in text, "the variables have a line each"
     assert "8 leaves, 6 of variables; " in text
+
+
+@pytest.mark.skipif(not jaxcompat.CAN_STORE, reason="nothing is stored")
+def test_what_the_last_run_used_is_predicted(tmp_path):
+    step = sc.step(lambda x: x + 1)
+    cache = sc.ProgramCache(tmp_path)
+    with sc.Session(cache=cache):
+        assert not step.explain(np.ones(3)).predicted
+        step(np.ones(3))
+        for _ in range(2):  # What is stored first says then what was used.
+            cache.flush()
+    with sc.Session(cache=sc.ProgramCache(tmp_path)):
+        explained = step.explain(np.ones(3))
+        assert explained.predicted and not explained.hit and explained.miss
+        assert "miss, but predicted. A call would trace and lower it" in str(explained)
+        assert not step.explain(np.ones(4)).predicted

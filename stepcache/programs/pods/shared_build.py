@@ -14,13 +14,13 @@ from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls.global_arguments import replicated_host_values
-from stepcache.calls.origin import file_label, is_users_file
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in
 from stepcache.distributed.peers import Peers
 from stepcache.distributed.replicas import compare, digest_of
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
+from stepcache.origin import file_label, is_users_file
 from stepcache.programs.build import Built, Stopwatch, build
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
@@ -183,7 +183,7 @@ class _Together:
         texts = self._round.explained_by("module text", speakers, staged.module_text())
         one, other = (texts[rank] for rank in speakers)
         found = difference(one, other, is_users_file, file_label)
-        changes = [found.change] if found is not None else []
+        changes = list(found.changes) if found is not None else []
         lines = [by_rank(change, sides[0], sides[1]) for change in changes]
         if found is not None and found.more:
             lines.append(f"and {found.more} more places")
@@ -257,7 +257,7 @@ class _Together:
         finally:
             if receivers:  # They wait for it, or then compile for themselves.
                 with self._stopwatch.stage("give"):
-                    self._round.channel.send("program", packed, receivers)
+                    self._round.channel.send("program", packed)
         return executable, source
 
     def _serialize(self, digest: str, executable: Any) -> None:

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from stepcache.storage.load_markers import Process
+from stepcache.link.processes import Process
 
 
 def lock(path: Path) -> int | None:

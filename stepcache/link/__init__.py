@@ -1,0 +1,1 @@
+"""How two processes find each other, and notice that the other one has gone."""
