@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.events import Built, Loaded, recorder
-from stepcache.storage.directory import ROOT
+from stepcache.storage.disk_store import ROOT
 
 pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
