@@ -7,45 +7,51 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from typing import Any
 
 from stepcache import _process_hooks
+from stepcache._changes import Shared
 from stepcache.storage import load_markers, run_activity
 from stepcache.weak_objects import WeakObjects
 
 _IDLE_SECONDS = 0.5
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
+_LOOK_SECONDS = 0.02
 _STOP_SECONDS = 2.0
 
 _log = logging.getLogger("stepcache")
 
 
-class _Tracing:
-    """Whether a step is being traced or lowered. Workers' jobs wait for that.
+class _Tracing(Shared):
+    """Says for as long as a step is being traced or lowered that workers' jobs are to wait.
 
     Python runs one thread at a time, so a job beside a trace would make it as much longer. While
     XLA compiles or loads, Python is free.
     """
 
     def __init__(self) -> None:
-        self._changed, self._count = threading.Condition(), 0
+        super().__init__()
+        self._over = threading.Event()
+        self._over.set()
 
-    @contextlib.contextmanager
-    def now(self) -> Iterator[None]:
-        with self._changed:
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify_all()
+    def _make(self, users: int) -> bool:
+        self._over.clear()
+        return True
+
+    def _undo(self) -> None:
+        self._over.set()
+
+    def reset(self) -> None:
+        self._over = threading.Event()
+        super().reset()
 
     def wait_until_over(self, is_urgent: Callable[[], bool]) -> None:
-        with self._changed:
-            is_over: Callable[[], bool] = lambda: self._count == 0 or is_urgent()  # noqa: E731
-            self._changed.wait_for(is_over, timeout=_LONGEST_TRACE_SECONDS)
+        limit = time.monotonic() + _LONGEST_TRACE_SECONDS
+        while not is_urgent() and time.monotonic() < limit:
+            if self._over.wait(_LOOK_SECONDS):
+                break
 
 
 tracing = _Tracing()
@@ -203,7 +209,6 @@ _live: WeakObjects[Worker] = WeakObjects()
 def _begin_anew() -> None:
     for worker in _live:
         worker.begin()
-    tracing.__init__()
 
 
 _process_hooks.at_fork(after_in_child=_begin_anew)
