@@ -296,7 +296,7 @@ class _Settling:
             store.preloader.drop(described.label, described.signature)
             about = publication.digest, self.devices, self.file, time.time()
             prediction = prediction_of(described, *about)
-            store.predictions.note(prediction, described.environment)
+            store.note_use(prediction, described.environment)
         row = store.row(
             "compiled" if self.source == "compiled" else "loaded",
             self.name,

@@ -6,6 +6,7 @@ It starts no JAX backend, loads no program, and does not change the times of use
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcache.errors import OptionError
+from stepcache.link import plain
 from stepcache.programs.opening import open_store
 from stepcache.programs.store import ProgramStore
 from stepcache.storage.disk_store import ROOT
@@ -128,8 +130,8 @@ def label_of(entry: EntryInfo) -> str:
 
 
 def _seconds_of(entry: EntryInfo) -> dict[str, float]:
-    found = (entry.header or {}).get("seconds", {})
-    return found if isinstance(found, dict) else {}
+    found = (entry.header or {}).get("seconds")
+    return found if plain.fits(found, dict[str, float]) else {}
 
 
 def find(entries: Iterable[EntryInfo], wanted: str) -> list[EntryInfo]:
@@ -163,7 +165,9 @@ def details(store: ProgramStore, entry: EntryInfo, *, with_module: bool = False)
     """Reads an entry, whose header may have been read before."""
     info = store.disk.peek(entry.kind, entry.digest) or entry
     about = info.header or {}
-    packed = about.get("module", b"") if with_module else b""
+    captured, module = about.get("captured"), ""
+    with contextlib.suppress(zlib.error, TypeError, UnicodeDecodeError):
+        module = zlib.decompress(about.get("module", b"")).decode() if with_module else ""
     return Details(
         info.kind,
         info.digest,
@@ -173,9 +177,11 @@ def details(store: ProgramStore, entry: EntryInfo, *, with_module: bool = False)
         info.used_time,
         info.problem,
         _seconds_of(info),
-        [dict(zip(_CAPTURED, row, strict=False)) for row in about.get("captured", ())],
+        [dict(zip(_CAPTURED, row, strict=True)) for row in captured]
+        if plain.fits(captured, list[tuple[str, str, int]])
+        else [],
         about.get("programs"),
-        zlib.decompress(packed).decode() if packed else "",
+        module,
     )
 
 

@@ -5,23 +5,42 @@ It saves work, and nothing depends on it: where no lock can be had, each compile
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from stepcache.link import file_lock
+from stepcache.link.processes import Process
 
 _LOOKS, _LOOK_SECONDS = 3, 0.01
 
 
-class Building(NamedTuple):
-    """A program that this process is about to compile."""
+class Building:
+    """A program that this process is about to compile. It is unlocked when nothing holds this."""
 
-    path: Path
-    descriptor: int | None  # Of the locked file; None where nothing could be locked.
-    pid: int
+    def __init__(self, path: Path, descriptor: int | None):
+        self._path, self._pid = path, os.getpid()
+        self._descriptor = descriptor  # Of the locked file; None where nothing could be locked.
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether other processes wait."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Unlocks the program, whether it was compiled or not. Not in a forked child."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            if self._pid == os.getpid():
+                self._path.unlink(missing_ok=True)  # Before others can have locked it.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # Children may have it open, too.
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # At the end of Python, all may be gone before.
+            self.release()
 
 
 class BuildLock:
@@ -40,32 +59,30 @@ class BuildLock:
                 if descriptor is None and not _is_orphaned(path):
                     return None
                 if descriptor is not None and file_lock.is_there(path, descriptor):
-                    return Building(path, descriptor, os.getpid())
+                    return Building(path, descriptor)
             except OSError:
                 break
             if descriptor is not None:  # Of a file that was removed when it was released.
                 os.close(descriptor)
             else:  # Or whoever locked it just now has not written yet that it did.
                 time.sleep(_LOOK_SECONDS)
-        return Building(path, None, os.getpid())
+        return Building(path, None)
 
     def release(self, building: Building) -> None:
-        """Unlocks a program, whether it was compiled or not. In a forked child it does nothing."""
-        if building.descriptor is None:
-            return
-        if building.pid == os.getpid():
-            building.path.unlink(missing_ok=True)  # Before others can have locked it.
-            fcntl.flock(building.descriptor, fcntl.LOCK_UN)  # Children may have it open, too.
-        os.close(building.descriptor)
+        """Unlocks a program."""
+        building.release()
 
     def is_held_by_a_live_process(self, digest: str) -> bool:
-        """Whether a thread or process that has not ended has locked a program."""
+        """Whether another process, which has not ended, has locked a program.
+
+        Of this process none is waited for: a thread that has the lock may wait for the caller.
+        """
         path = self._directory / digest
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return not _is_orphaned(path)
+            return not _is_orphaned(path) and file_lock.holder(path) != Process.current()
         except OSError:
             pass
         return False
