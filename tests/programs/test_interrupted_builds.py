@@ -52,6 +52,7 @@ HOOKS = codes_of(
 BUILD = codes_of(
     *(build.build, build.trace, stages.Staged.lower, stages.Staged.compile),
     *(store.ProgramStore.find, store.ProgramStore.lock_or_find, building.BuildLock.try_lock),
+    *(building.Building.__init__, building.Building.lock, building.file_lock.lock_opened),
     resolve.Resolver.resolve,
 )
 
@@ -162,7 +163,9 @@ def changed(before):
     return {name for name in now if now[name] != before[name]}
 
 
-def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1, skipped=None):
+def interrupted_everywhere(
+    codes, work, after, rest=lambda: None, every=1, skipped=None, at_last=lambda where: None
+):
     """Does something with an interrupt at each place in turn, and looks after each.
 
     Args:
@@ -172,6 +175,7 @@ def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1, skipp
         rest: waits for work in the background.
         every: so many places, one is taken.
         skipped: a place that is not.
+        at_last: looks once nothing holds the exception.
 
     Returns:
         How many places there are.
@@ -198,6 +202,7 @@ def interrupted_everywhere(codes, work, after, rest=lambda: None, every=1, skipp
         assert not changed(before), f"{changed(before)} after an interrupt in {where}"
         after(where)
         del held
+        at_last(where)
     rest()
     return len(passed.places)
 
@@ -258,10 +263,15 @@ def test_an_interrupted_build_leaves_the_process_as_it_was(tmp_path, every):
             step(np.ones(next(numbers), np.float32))
 
         def after(where):
-            assert not list(tmp_path.rglob("building/*")), where
             step.clear_cache()
             size = next(numbers)
             np.testing.assert_array_equal(step(np.ones(size, np.float32)), np.full(size, 2.0))
             assert step.last_miss.not_stored == "", where
 
-        assert interrupted_everywhere(BUILD, work, after, cache.flush, every) > 60
+        def nothing_is_locked(where):
+            cache.flush()
+            for path in tmp_path.rglob("building/*"):
+                assert building.BuildLock(path.parent).try_lock(path.name).is_locked, where
+
+        at_last = {"at_last": nothing_is_locked}
+        assert interrupted_everywhere(BUILD, work, after, cache.flush, every, **at_last) > 60
