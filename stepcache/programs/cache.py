@@ -124,7 +124,10 @@ class ProgramCache:
                 raise OptionError(f"ProgramCache has no option {name!r}", where="ProgramCache")
             what = f"{name} is gone: each program is traced before it runs, so nothing is to verify"
             raise OptionError(what, where="ProgramCache", hint=f"leave out {name}")
-        bounds = {"max_bytes": max_bytes, "max_memory_programs": max_memory_programs}
+        bounds: dict[str, Any] = {
+            "max_bytes": max_bytes,
+            "max_memory_programs": max_memory_programs,
+        }
         for name, bound in bounds.items():
             if bound is not None and not (isinstance(bound, Real) and bound >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
