@@ -167,20 +167,22 @@ class Worker:
             self._jobs.remove(job)
 
     def flush(self) -> None:
-        """Waits until all jobs have run that are there now."""
+        """Waits until all jobs have run that are there now, and those that they submit."""
         with self._changed:
-            jobs = list(self._jobs)
             self._waiting += 1
         try:
-            while jobs := [job for job in jobs if not job.is_over]:
+            for _ in range(2):  # Storing a program submits the job that notes it for the next run.
                 with self._changed:
-                    started = self._start()
-                    if started and not all(job.is_over for job in jobs):
-                        self._changed.wait(_IDLE_SECONDS)
-                if not started:
-                    for job in jobs:
-                        self._try(job)
-                    time.sleep(_POLL_SECONDS)
+                    jobs = list(self._jobs)
+                while jobs := [job for job in jobs if not job.is_over]:
+                    with self._changed:
+                        started = self._start()
+                        if started and not all(job.is_over for job in jobs):
+                            self._changed.wait(_IDLE_SECONDS)
+                    if not started:
+                        for job in jobs:
+                            self._try(job)
+                        time.sleep(_POLL_SECONDS)
         finally:
             with self._changed:
                 self._waiting -= 1
