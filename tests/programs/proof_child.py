@@ -37,11 +37,11 @@ def tick():
 def described(leaf):
     if not isinstance(leaf, jax.Array):
         return repr(leaf)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    bits = np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes().hex()
+    about = leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     order = [device.id for device in leaf.sharding._device_assignment]
-    about = leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding, order, leaf.committed
-    return bits, repr(about)
+    return np.asarray(leaf).tobytes().hex(), leaf.weak_type, order, repr(about)
 
 
 def run(path, size):

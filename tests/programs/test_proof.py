@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,10 @@ import optax
 import pytest
 
 import stepcache as sc
+from stepcache.jaxcompat.private import CAN_STORE
+from stepcache.programs.worker import Worker
 
+pytestmark = pytest.mark.skipif(not CAN_STORE, reason="nothing is stored")
 HERE = Path(__file__).parent
 X = np.linspace(1, 2, 3, dtype=np.float32)
 IN_MEMORY = "executable that this process has"
@@ -30,6 +34,8 @@ _CHOICE = re.compile("«(.*?)¦(.*?)»", re.DOTALL)
 
 @dataclass(frozen=True)
 class Case:
+    """A script in both versions; the head of `proof_cases.txt` explains its form."""
+
     name: str
     kind: str
     words: list[str]
@@ -181,6 +187,18 @@ def start(place, rate, **options):
     return step
 
 
+def test_a_flush_waits_for_the_jobs_that_jobs_submit():
+    worker, done = Worker("test"), []
+
+    def noted():
+        time.sleep(0.05)
+        done.append(True)
+
+    worker.submit(lambda: worker.submit(noted))
+    worker.flush()
+    assert done
+
+
 def counts(step):
     return step.stats().compiles, step.stats().loads
 
@@ -207,7 +225,9 @@ def test_a_program_that_is_gone_is_said_to_be(tmp_path):
         file.unlink()
     step = start(tmp_path, 2.0)
     assert counts(step) == (1, 0)
-    assert "an earlier run compiled this program, and it is no longer on disk" in str(step.last_miss)
+    assert "an earlier run compiled this program, and it is no longer on disk" in str(
+        step.last_miss
+    )
 
 
 @pytest.mark.parametrize("by_session", [True, False])
