@@ -136,7 +136,7 @@ EDITS = {
     "mesh": ("(2, 2)", "(4, 1)", 'mesh: ["data"=2, "model"=2] → ["data"=4, "model"=1]'),
     "print": (
         "    low =",
-        '    jax.debug.print("{}", value); low =',
+        '    jax.debug.print("{}", x.sum()); low =',
         "_callback",
     ),
     "name": ("def step(", "def train(", "name of the function: step → train"),
@@ -186,3 +186,10 @@ def test_text_of_unknown_form_raises_nothing(unedited, seed):
         )
     difference(unedited, "\n".join(lines), lambda file: True)
     difference("\n".join(lines), "", lambda file: True)
+
+
+def test_what_one_module_does_not_know_comes_before_all_else(unedited):
+    edit = ("def layer(", "@jax.checkpoint\ndef layer("), ("sgd(0.1)", "sgd(0.3)")
+    body = ("    x = jnp.tanh(x @ w)\n", "    x = jnp.tanh(x @ w) * 5.0 + 1.0\n")
+    found = difference(unedited, lowered(STEP, body, *edit), lambda file: "/user/" in file)
+    assert "optimization_barrier" in found.changes[0].after
