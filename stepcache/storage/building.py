@@ -14,7 +14,7 @@ from pathlib import Path
 from stepcache.link import file_lock
 from stepcache.link.processes import Process
 
-_LOOKS, _LOOK_SECONDS = 3, 0.01
+_LOOKS, _LOOK_SECONDS = 10, 0.05
 
 
 class Building:
@@ -22,16 +22,11 @@ class Building:
 
     def __init__(self, path: Path, descriptor: int | None):
         self._path, self._pid = path, os.getpid()
-        self._descriptor = descriptor  # Of the locked file; None where nothing could be locked.
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether other processes wait."""
-        return self._descriptor is not None
+        self.descriptor = descriptor  # Of the locked file; None where nothing could be locked.
 
     def release(self) -> None:
         """Unlocks the program, whether it was compiled or not. Not in a forked child."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None:
             if self._pid == os.getpid():
                 self._path.unlink(missing_ok=True)  # Before others can have locked it.
@@ -39,8 +34,10 @@ class Building:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # At the end of Python, all may be gone before.
+        try:  # noqa: SIM105  (At the end of Python, `contextlib` may be gone before.)
             self.release()
+        except Exception:
+            pass
 
 
 class BuildLock:
@@ -52,20 +49,14 @@ class BuildLock:
     def try_lock(self, digest: str) -> Building | None:
         """Locks a program for `release`; None while another thread or process has locked it."""
         path = self._directory / digest
-        for _ in range(_LOOKS):
-            try:
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                descriptor = file_lock.lock(path)
-                if descriptor is None and not _is_orphaned(path):
-                    return None
-                if descriptor is not None and file_lock.is_there(path, descriptor):
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            while (descriptor := file_lock.lock(path)) is not None:
+                if file_lock.is_there(path, descriptor):
                     return Building(path, descriptor)
-            except OSError:
-                break
-            if descriptor is not None:  # Of a file that was removed when it was released.
-                os.close(descriptor)
-            else:  # Or whoever locked it just now has not written yet that it did.
-                time.sleep(_LOOK_SECONDS)
+                os.close(descriptor)  # Of a file that was removed when it was released.
+            if not _is_orphaned(path):
+                return None
         return Building(path, None)
 
     def release(self, building: Building) -> None:
@@ -89,6 +80,13 @@ class BuildLock:
 
 
 def _is_orphaned(path: Path) -> bool:
-    """Whether who has locked a file has ended, and a child that it forked has it open."""
-    owner = file_lock.holder(path)
-    return owner is not None and owner.is_local() and owner.has_ended()
+    """Whether who has locked a file has ended, and a child that it forked has it open.
+
+    Or another process has locked it just now, and not written yet that it did. So it looks again.
+    """
+    for _ in range(_LOOKS):
+        owner = file_lock.holder(path)
+        if owner is None or not owner.is_local() or not owner.has_ended():
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True

@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 class Requests:
-    """Runs requests in daemon threads, which are there from the first request on.
-
-    They stay: when Python ends it starts none any more, and programs are written then.
-    """
+    """Runs requests in daemon threads. They stay, as Python starts none any more when it ends."""
 
     def __init__(self, name: str, threads: int):
         self._name, self._to_start = name, threads

@@ -56,10 +56,7 @@ def absolute(directory: str | os.PathLike, where: str) -> Path:
 def make_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -> None:
     """Makes a directory for this user alone, its missing parents too, or checks the one there is.
 
-    Args:
-        path: the directory.
-        of: what the directory is of, for errors.
-        elsewhere: what to do if it cannot be used, for errors.
+    Errors say what it is the directory `of`, and what to do if it cannot be used.
 
     Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
     """
@@ -155,9 +152,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     """The key in a file, made where there is none and replaced where it is damaged.
 
     Several processes may do this at once; all get the same key. `temporary` is a path on the same
-    file system that no other process uses.
-
-    Raises `OSError` if the key cannot be written.
+    file system that no other process uses. Raises `OSError` if the key cannot be written.
     """
     for _ in range(_ATTEMPTS):
         key = load_key(path)
