@@ -159,9 +159,8 @@ def within_limit(work):
 
 
 @pytest.fixture
-def first(tmp_path, monkeypatch):
+def first(tmp_path):
     """A directory that has the program of a call of three numbers."""
-    monkeypatch.setattr(store, "_QUIET_SECONDS", 0.0)
     directory = tmp_path / "first"
     cache = sc.ProgramCache(directory)
     module = types.ModuleType("faults")
