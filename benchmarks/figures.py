@@ -61,14 +61,6 @@ def restart() -> str:
     return table(header, rows) + f"\n{found.source()}\n"
 
 
-def first_steps() -> str:
-    """What the check of a loaded program costs the steps beside it."""
-    found = result("first_steps")
-    ratio = found.ratio("first ten steps, 24 layers", "checked in the background")
-    about = "Time of the first ten steps with the check in the background, relative to without it"
-    return f"{about}: {ratio}. {found.source()}\n"
-
-
 def cold() -> str:
     """What a start costs that finds nothing, and one that finds everything."""
     results = [result("small_steps", number) for number in range(2)]
@@ -320,7 +312,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for each in (
         hit,
         restart,
-        first_steps,
         cold,
         shared_cache,
         padding,

@@ -57,11 +57,17 @@ def in_units(seconds: float) -> str:
 # ---- all of a benchmark ------------------------------------------------------------------------
 
 
+# Starts that were measured on a GPU when programs were loaded without a trace.
+_OUTDATED = (("accelerator", ", cold"), ("accelerator", ", warm"))
+
+
 def every(name: str) -> str:
     """All cases and contenders of a benchmark, by each Python that it was measured with."""
     results = [result(name, number) for number in range(len(list(RESULTS.glob(f"{name}-*.json"))))]
     rows, peers = [], set()
     for case, contender in results[0].by_name:
+        if any(name == of and case.endswith(end) for of, end in _OUTDATED):
+            continue
         cells = ["" if case in peers else case, contender or ""]
         for found in results:
             row = found.by_name.get((case, contender))
@@ -132,7 +138,7 @@ _CASES_OF_A_POD = (
     *("stored", "built by one", "a barrier of JAX's", "quiet", "late", "never comes", "lost"),
 )
 _WHOLE = (
-    *("dispatch", "restart", "first_steps", "small_steps", "remote_cache", "padding", "resident"),
+    *("dispatch", "restart", "small_steps", "remote_cache", "padding", "resident"),
     *("modules", "pod_start", "pod_calls", "served", "remote", "accelerator"),
 )
 EVERY: dict[str, Callable[[], str]] = {
@@ -188,9 +194,6 @@ _ROWS = (
 
 
 _ON_A_GPU = (
-    ("the first start of all, 40 small functions", "40 functions, cold", *_FIRST_OF_OURS),
-    ("the next start, 40 small functions", "40 functions, warm", *_CACHE_OF_OURS),
-    ("the next start, 12 layers", "12 layers, warm", *_CACHE_OF_OURS),
     ("a call that hits, 100 leaves", "100 leaves", _JIT, "stepcache"),
     ("a training step, its state in `Variables`", "training step, 12 layers", _JIT, _RESIDENT),
     (
@@ -231,7 +234,5 @@ def on_a_gpu() -> str:
     found = result("accelerator")
     header = (f"on one {found.device.partition(' ×')[0]}", "beside", "which takes", "stepcache")
     rows = [_beside(found, *row) for row in _ON_A_GPU]
-    rounds = found.settings["rounds"], found.settings["call_rounds"]
-    about = "{}; medians and quartiles of {} rounds for starts, {} for calls."
-    about = about.format(found.versions, *rounds)
+    about = f"{found.versions}; medians and quartiles of {found.settings['call_rounds']} rounds."
     return table(header, rows, 2) + f"\n{about} `python -m benchmarks.accelerator`\n"

@@ -3,7 +3,7 @@
 A flax transformer with optax's adamw, over a data × model mesh of all devices (8 CPU devices where
 there is nothing else). Prints what the first call explains, trains, meets a last batch of another
 size and prints why that one missed, and writes a few lines of Python-like text. Run it again: it
-starts without tracing or compiling anything, and says so.
+compiles nothing, and says so.
 
     python examples/char_lm.py
 """

@@ -30,12 +30,7 @@ class _Setting(Shared):
         ours: gives our value beside the usual one; None where that stays.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        write: Callable[[Any], Any],
-        ours: Callable[[Any], Any],
-    ):
+    def __init__(self, read: Callable[[], Any], write: Callable, ours: Callable[[Any], Any]):
         super().__init__()
         self._read, self._write, self._ours = read, write, ours
         self._usual = self._written = None

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from stepcache import dispatcher_calls, jaxcompat
+from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope, in_mesh_of
@@ -33,12 +33,12 @@ from stepcache.calls.placement import (
 from stepcache.calls.residence import Use, check_budget, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
+from stepcache.dispatcher import Dispatcher, eagerly, serve
 from stepcache.distributed.hang_report import CallCount
 from stepcache.errors import SessionClosedError, StepCacheWarning, warn
 from stepcache.events import Evicted, Miss, recorder
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import caches_for
-from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.earlier_runs import compared_with_earlier_run, describe
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.prediction import Prediction
@@ -68,8 +68,8 @@ class Engine:
         self.call_count, self.has_global_arguments = CallCount(spec.name), False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
-        miss = functools.partial(dispatcher_calls.serve, self._weakly, spec.jitted)
-        eager = dispatcher_calls.eagerly(self._weakly, spec.fun)
+        miss = functools.partial(serve, self._weakly, spec.jitted)
+        eager = eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
         call = self.dispatcher.call
         self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None

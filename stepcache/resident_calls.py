@@ -14,8 +14,8 @@ from stepcache.calls.over_buffers import Form, bare
 from stepcache.calls.residence import Use, check_budget
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import StepSpec
+from stepcache.dispatcher import Dispatcher
 from stepcache.distributed.hang_report import CallCount
-from stepcache.programs.dispatch import Dispatcher
 from stepcache.programs.miss_log import MissLog
 from stepcache.variables.checkpoint_items import locked
 

@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_of
+from stepcache.dispatcher import clear_all
 from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
 from stepcache.distributed.peers import AGREE_SECONDS, peers_of
 from stepcache.distributed.replicas import Part, check_replicas
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
-from stepcache.programs.dispatch import clear_all
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.units import listed

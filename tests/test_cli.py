@@ -344,24 +344,6 @@ def test_why_tells_where_a_program_came_from(tmp_path, source, said):
     assert said in run("cache", "why", "--dir", tmp_path).stdout
 
 
-def test_the_first_execution_belongs_to_what_is_executed(tmp_path):
-    executed = row("executed", seconds={"execute": 0.25})
-    write_runs(tmp_path, [row(), row("loaded", seconds={"load": 0.5}), executed, executed])
-    found = run_json("cache", "why", "--dir", tmp_path)["runs"][0]["happenings"]
-    assert [each["event"] for each in found] == ["compiled", "loaded"]
-    assert [each["seconds"]["execute"] for each in found] == [0.25, 0.25]
-
-
-@pytest.mark.parametrize("form", ["html", "openmetrics", "perfetto"])
-def test_a_run_whose_other_rows_were_lost_is_none(tmp_path, form):
-    write_runs(tmp_path, [row()], [row("executed", seconds={"execute": 0.25})])
-    assert len(run_json("report", "--list", "--dir", tmp_path)["runs"]) == 1
-    assert run("report", "--format", form, "--dir", tmp_path).stdout
-    shutil.rmtree(tmp_path / "v2" / "runs")
-    write_runs(tmp_path, [row("executed", seconds={"execute": 0.25})])
-    assert "No run" in run("report", "--format", form, "--dir", tmp_path, code=1).stderr
-
-
 @pytest.mark.parametrize("name", ["run.pdf", "run.htm.gz", "run.prm"])
 def test_a_report_to_a_suffix_of_no_format_is_refused(tmp_path, name):
     write_runs(tmp_path, [row()])
@@ -387,16 +369,16 @@ def test_why_of_an_unknown_step(tmp_path):
 
 
 def test_runs_side_by_side(tmp_path):
-    cold = row(seconds={"import": 1.5, "trace": 4.0, "compile": 8.0, "execute": 0.25})
+    cold = row(seconds={"import": 1.5, "trace": 4.0, "compile": 8.0})
     warm = row("loaded", seconds={"import": 1.25, "trace": 0.125, "load": 0.5})
     write_runs(tmp_path, [cold], [cold], [warm])
     lines = run("cache", "why", "--runs", 2, "--dir", tmp_path).stdout.splitlines()
     assert lines[0].split() == ["seconds", "latest", "1", "before"]
-    cells = {line.split()[0]: line.split()[-2:] for line in lines[1:7]}
+    cells = {line.split()[0]: line.split()[-2:] for line in lines[1:6]}
     assert cells["compile"] == ["·", "8.00"] and cells["load"] == ["0.50", "·"]
-    assert cells["all"] == ["1.88", "13.75"]
-    names = [line.split()[0] for line in lines[1:7]]
-    assert names == ["import", "trace", "load", "compile", "execute", "all"]
+    assert cells["all"] == ["1.88", "13.50"]
+    names = [line.split()[0] for line in lines[1:6]]
+    assert names == ["import", "trace", "load", "compile", "all"]
 
 
 def test_ranks_of_the_latest_run(tmp_path):

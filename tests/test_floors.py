@@ -26,7 +26,7 @@ FLOORS = {
     "distributed": 4,
     "calls": 5,
     "programs": 6,
-    "dispatcher_calls": 7,
+    "dispatcher": 7,
     "resident_calls": 7,
     "engine": 7,
     "serving": 7,

@@ -50,7 +50,6 @@ ROUNDS = {
     "communication": 5,
     "advice": 3,
     "restart": 5,
-    "first_steps": 11,
     "pod_start": 7,
     "small_steps": 5,
     "pod_protocol": 5,

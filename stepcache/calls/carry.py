@@ -115,7 +115,6 @@ class OverStep:
     """
 
     def __init__(self, fun: Callable, name: str, parameters: Parameters):
-        # Plain values alone: a program on disk depends on whatever is found here.
         self._carry, self._positional = parameters.carry, parameters.positional
         self.__wrapped__, self.__module__ = fun, getattr(fun, "__module__", "")
         self.__name__ = self.__qualname__ = name

@@ -103,6 +103,24 @@ class Request:
         """The call for messages: paths and signature, placed. It cannot be run."""
         return self.tell(self.call.with_signature_leaves(self.leaves))
 
+    def described(self) -> Request:
+        """The same request without its arrays, which it would otherwise keep alive.
+
+        Itself where a class refuses to be built around what is no array.
+        """
+        call = self.call
+        stand_ins = [leaf.stand_in() for leaf in call.signature.leaves]
+        try:
+            given = call.rebuilt(stand_ins)
+            args, kwargs = call.signature.tree.unflatten(stand_ins)
+            jax.tree.flatten((args, kwargs))  # It may compute with its leaves.
+        except Exception:
+            return self
+        paths = call.paths
+        call = replace(call, given=given, args=tuple(args), kwargs=kwargs, leaves=stand_ins)
+        vars(call)["paths"] = paths
+        return replace(self, call=call)
+
     def settled(self, numbers: Sequence[int]) -> Request:
         """The same request, where some leaves are not weakly typed."""
         leaves, keyed = list(self.leaves), list(self.key.signature.leaves)

@@ -71,7 +71,7 @@ def make_dispatcher(
 ) -> Any:
     """JAX's own C++ dispatcher over our miss callback, which keeps `capacity` signatures.
 
-    `programs/dispatch.py` says what it is given. Profilers show `name`.
+    `dispatcher.py` says what it is given. Profilers show `name`.
     """
     dispatcher = _jax.pjit(
         name,

@@ -26,9 +26,10 @@ from stepcache.programs.build import Program
 from stepcache.programs.memory import Held, MemoryPrograms
 from stepcache.programs.opening import (
     DEFAULT_DISK_BYTES,
+    FROM_ENVIRONMENT,
     USER_DIRECTORY,
-    asked_place,
     open_for,
+    place_of,
 )
 from stepcache.programs.store import ProgramStore
 from stepcache.weak_objects import WeakObjects
@@ -121,22 +122,23 @@ class ProgramCache:
         for name in gone:
             if name not in ("verify", "check_every"):
                 raise OptionError(f"ProgramCache has no option {name!r}", where="ProgramCache")
-            raise OptionError(
-                f"{name} is gone: every program is traced before it runs, so that there is nothing "
-                "to verify",
-                where="ProgramCache",
-                hint=f"leave out {name}",
-            )
-        for name, bound in (
-            ("max_bytes", max_bytes),
-            ("max_memory_programs", max_memory_programs),
-        ):
+            what = f"{name} is gone: each program is traced before it runs, so nothing is to verify"
+            raise OptionError(what, where="ProgramCache", hint=f"leave out {name}")
+        bounds: dict[str, Any] = {
+            "max_bytes": max_bytes,
+            "max_memory_programs": max_memory_programs,
+        }
+        for name, bound in bounds.items():
             if bound is not None and not (isinstance(bound, Real) and bound >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
                 raise OptionError(what, where="ProgramCache", got=got)
         if not isinstance(min_build_seconds, Real):
             what, got = "min_build_seconds is a number", repr(min_build_seconds)
             raise OptionError(what, where="ProgramCache", got=got)
+        if directory is None and (remote or "off").lower() != "off":
+            what = "A shared cache needs a directory, for the programs that come from it"
+            got = f"remote={remote!r}"
+            raise OptionError(what, where="ProgramCache(directory=None)", got=got)
         self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(max_memory_programs, max_bytes)
@@ -155,7 +157,7 @@ class ProgramCache:
             directory,
             max_bytes or DEFAULT_DISK_BYTES,
             min_build_seconds,
-            asked_place(remote, directory),
+            FROM_ENVIRONMENT if remote is None else place_of(remote, "ProgramCache(remote)"),
         )
         if directory is not USER_DIRECTORY:
             self.store()
@@ -250,11 +252,6 @@ class ProgramCache:
     def holds_module(self, digest: str) -> bool:
         """Whether a program of a module is in memory."""
         return any(known == digest for known, _ in list(self._by_module))
-
-    def drop(self, key: Key) -> None:
-        """Drops one program, without notifying its owners."""
-        with self._lock:
-            self._memory.drop(key)
 
     def release(self, owner_number: int) -> None:
         """Drops the programs that are kept for this number alone. Finalizers may call it."""

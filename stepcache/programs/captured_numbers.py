@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
-import threading
 import types
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
-_DEEPEST, _MOST, _CODES_REMEMBERED = 8, 512, 256
-_lock = threading.Lock()
-_latest: OrderedDict[str, dict[str, str]] = OrderedDict()  # By where the code is.
+_MOST_PARTS, _CODES_REMEMBERED = 512, 256
+_latest: OrderedDict[str, dict[str, Any]] = OrderedDict()  # By where the code is.
 
 
 def advice_on_remaking(place: str, fun: Any) -> str:
-    """What to do about a captured number that another step of this code had otherwise; or "".
-
-    Args:
-        place: where the code of the step is.
-        fun: its function.
-    """
+    """What to do about a captured number that another step of the code at `place` had otherwise."""
     numbers = _captured_numbers(fun)
-    with _lock:
-        before = _latest.pop(place, numbers)
-        _latest[place] = numbers
-        if len(_latest) > _CODES_REMEMBERED:
-            _latest.popitem(last=False)
-    changed = [name for name in numbers if before.get(name, numbers[name]) != numbers[name]]
+    before = _latest.pop(place, numbers)
+    _latest[place] = numbers
+    if len(_latest) > _CODES_REMEMBERED:
+        _latest.pop(next(iter(_latest)), None)
+    changed = [name for name, number in numbers.items() if before.get(name, number) != number]
     if not changed:
         return ""
     listed = "; ".join(f"{name}: {before[name]} → {numbers[name]}" for name in changed[:3])
@@ -42,45 +36,29 @@ def advice_on_remaking(place: str, fun: Any) -> str:
     return text
 
 
-def _captured_numbers(fun: Any) -> dict[str, str]:
-    """The numbers in closures, partials, methods' objects and tuples that a function leads to."""
-    found: dict[str, str] = {}
-    seen: set[int] = set()
-    waiting = [("", fun, 0)]
-    while waiting and len(seen) < _MOST:
-        name, value, depth = waiting.pop()
-        if isinstance(value, int | float | complex | np.generic) and name:
-            found[name.lstrip(".")] = str(value)
+def _captured_numbers(fun: Any) -> dict[str, Any]:
+    """The numbers in closures, partials, methods and tuples that a function leads to, by path."""
+    found, seen, waiting = dict[str, Any](), set[int](), [("", fun)]
+    while waiting and len(seen) < _MOST_PARTS:
+        name, value = waiting.pop()
+        parts: dict[str, Any] = {}
+        if isinstance(value, int | float | complex | np.generic):
+            found[name.lstrip(".")] = value
+        elif id(value) in seen:
             continue
-        if id(value) in seen or depth > _DEEPEST:
-            continue
+        elif isinstance(value, types.FunctionType):
+            with contextlib.suppress(ValueError):  # A variable that has no value yet.
+                parts = dict(inspect.getclosurevars(value).nonlocals)
+        elif isinstance(value, functools.partial):
+            arguments = {str(number): each for number, each in enumerate(value.args)}
+            parts = {"func": value.func, **arguments, **value.keywords}
+        elif isinstance(value, types.MethodType):
+            parts = {"self": value.__self__, "function": value.__func__}
+        elif isinstance(value, tuple):  # As of optax: functions in a named tuple.
+            names = getattr(value, "_fields", range(len(value)))
+            parts = {str(each): part for each, part in zip(names, value, strict=False)}
+        elif hasattr(value, "__wrapped__"):
+            parts = {"function": value.__wrapped__}
         seen.add(id(value))
-        for part, each in _parts(value).items():
-            waiting.append((f"{name}.{part}", each, depth + 1))
+        waiting += [(f"{name}.{each}", part) for each, part in parts.items()]
     return found
-
-
-def _parts(value: Any) -> dict[str, Any]:
-    if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    if isinstance(value, functools.partial):
-        return {
-            "func": value.func,
-            **dict(zip("0123456789", value.args, strict=False)),
-        } | value.keywords
-    if isinstance(value, types.MethodType):
-        return {"self": value.__self__, "function": value.__func__}
-    if isinstance(value, tuple):
-        names = getattr(value, "_fields", range(len(value)))
-        return {str(name): each for name, each in zip(names, value, strict=False)}
-    if hasattr(value, "__wrapped__"):
-        return {"function": value.__wrapped__}
-    return {}
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

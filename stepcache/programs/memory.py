@@ -98,11 +98,6 @@ class MemoryPrograms:
             return by_count
         return max(by_count, self._size_bytes / self._max_bytes)
 
-    def drop(self, key: Key) -> None:
-        """Drops the program of `key`, if it is there."""
-        if key in self._held:
-            self._drop(key)
-
     def _drop(self, key: Key) -> Held:
         held = self._held.pop(key)
         self._size_bytes -= held.size_bytes

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # Few processes have a shared cache.
 
 USER_DIRECTORY: Any = object()
 """Stands for the user's own cache directory."""
+FROM_ENVIRONMENT: Any = object()
+"""Stands for the shared cache that the environment names."""
 REMOTE = "STEPCACHE_REMOTE"
 DEFAULT_DISK_BYTES = 10 << 30
 
@@ -46,13 +48,16 @@ def open_store(
 
 
 def open_for(
-    directory: Any, max_bytes: int, min_build_seconds: float, remote: Place | str | None
+    directory: Any, max_bytes: int, min_build_seconds: float, remote: Place | None
 ) -> ProgramStore | None:
-    """Opens the store of a `ProgramCache`; None where programs are to be kept in memory only.
+    """Opens the store of a `ProgramCache`, and begins to preload.
 
     Args:
         directory, max_bytes, min_build_seconds: as `ProgramCache` was given them.
-        remote: as `asked_place` gives it.
+        remote: the shared cache, or `FROM_ENVIRONMENT`; None for none.
+
+    Returns:
+        The store; None where programs are to be kept in memory only.
 
     Raises:
         CacheDirectoryError: `directory` cannot be used, or others can write to it.
@@ -65,13 +70,19 @@ def open_for(
         path = default_directory() if directory is USER_DIRECTORY else directory
         if path is None:
             return None
-        place = _default_place() if isinstance(remote, str) else remote
-        ahead = _opened_ahead.pop(path, None) if max_bytes == DEFAULT_DISK_BYTES else None
-        store = ahead.result() if ahead is not None and place is None else None
-        if store is None:
-            store = open_store(path, max_bytes, min_build_seconds, place)
-            store.begin()
-        store.min_build_seconds = min_build_seconds
+        if remote is FROM_ENVIRONMENT and max_bytes == DEFAULT_DISK_BYTES:
+            ahead = _opened_ahead.pop(path, None)
+            if ahead is not None and (store := ahead.result()) is not None:
+                store.min_build_seconds = min_build_seconds
+                return store
+        if remote is FROM_ENVIRONMENT:
+            remote = None
+            try:
+                remote = place_in_environment()
+            except (OptionError, CacheDirectoryError) as error:
+                warn(f"No shared cache is used: {error}", StepCacheWarning)
+        store = open_store(path, max_bytes, min_build_seconds, remote)
+        store.begin()
         return store
     except CacheDirectoryError as error:
         if directory is not USER_DIRECTORY:
@@ -89,42 +100,28 @@ def look_ahead() -> None:
     Does nothing where no run of this script has used the user's directory. The script may still
     name another one.
     """
-    is_script = hasattr(sys.modules.get("__main__"), "__file__")
-    opened = Future[ProgramStore | None]()
 
-    def open_it(path: Path) -> None:
+    def open_it(path: Path, opened: Future[ProgramStore | None]) -> None:
         try:
-            store = open_store(path, DEFAULT_DISK_BYTES, 0.0)
+            store = open_store(path, DEFAULT_DISK_BYTES, 0.0, place_in_environment())
             store.begin()
             opened.set_result(store)
         except BaseException:
             opened.set_result(None)  # Whoever opens it for good hears of it.
 
     with contextlib.suppress(Exception):
+        is_script = hasattr(sys.modules.get("__main__"), "__file__")
         path = default_directory() if is_script and jaxcompat.CAN_STORE else None
         if (
-            path is not None
-            and (path / ROOT / "entries" / "prediction" / prediction_name()).exists()
+            path is None
+            or not (path / ROOT / "entries" / "prediction" / prediction_name()).exists()
         ):
-            _opened_ahead[path] = opened
-            name = "stepcache preload"
-            threading.Thread(target=open_it, args=(path,), name=name, daemon=True).start()
-
-
-def asked_place(remote: str | None, directory: Any) -> Place | str | None:
-    """The shared cache of a `ProgramCache`: None without one; a text for what the environment says.
-
-    Raises:
-        OptionError, CacheDirectoryError: it cannot be used.
-    """
-    if remote is None:
-        return REMOTE
-    if remote.lower() == "off":
-        return None
-    if directory is None:
-        what = "A shared cache needs a directory, for the programs that come from it"
-        raise OptionError(what, where="ProgramCache(directory=None)", got=f"remote={remote!r}")
-    return _place(remote, "ProgramCache(remote)")
+            return
+        _opened_ahead[path] = opened = Future[ProgramStore | None]()
+        arguments = path, opened
+        threading.Thread(
+            target=open_it, args=arguments, name="stepcache preload", daemon=True
+        ).start()
 
 
 def place_in_environment() -> Place | None:
@@ -133,20 +130,17 @@ def place_in_environment() -> Place | None:
     Raises:
         OptionError, CacheDirectoryError: it cannot be used.
     """
-    asked = os.environ.get(REMOTE, "")
-    return _place(asked, REMOTE) if asked and asked.lower() != "off" else None
+    return place_of(os.environ.get(REMOTE, ""), REMOTE)
 
 
-def _place(url: str, where: str) -> Place:
+def place_of(url: str, where: str) -> Place | None:
+    """The shared cache at a URL; None for none, as with "off". `where` is what names it.
+
+    Raises:
+        OptionError, CacheDirectoryError: it cannot be used.
+    """
+    if not url or url.lower() == "off":
+        return None
     from stepcache.storage.shared_place import Place
 
     return Place.of(url, where)
-
-
-def _default_place() -> Place | None:
-    """As `place_in_environment`; one that cannot be used is warned of."""
-    try:
-        return place_in_environment()
-    except (OptionError, CacheDirectoryError) as error:
-        warn(f"No shared cache is used: {error}", StepCacheWarning)
-        return None

@@ -6,6 +6,7 @@ the module that it was compiled from; what it costs to be wrong is the time of a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -14,7 +15,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +91,7 @@ class Predictions:
         self._environments: dict[str, dict[str, str]] = {}
         self._used: dict[tuple[str, str], Prediction] = {}  # In this run, by label and signature.
         self._written: set[str] = set()  # The labels whose rows are those of this run by now.
-        self._is_new = False  # Whether this run has used what is not written yet.
+        self.is_new = False  # Whether this run has used what is not written yet.
 
     def _read(self) -> dict[str, list[Prediction]]:
         entry = self._disk.read("prediction", prediction_name())
@@ -138,17 +140,12 @@ class Predictions:
             self._environments[row.environment] = environment
             self._used[row.label, row.signature] = row._replace(run=self._run)
             is_known = before is not None and before.program == row.program
-            self._is_new |= not is_known or row.label in self._written
+            self.is_new |= not is_known or row.label in self._written
 
-    def write(self) -> bytes | None:
-        """Writes what this run has used so far beside what others have; returns that.
-
-        None where the last runs have used the same.
-        """
+    def write(self) -> bytes:
+        """Writes what this run has used so far beside what others have; returns that."""
         with self._lock:
-            if not self._is_new:
-                return None
-            self._is_new, used = False, dict(self._used)
+            self.is_new, used = False, dict(self._used)
             self._written = labels = {label for label, _ in used}
             others = self._read()  # Another process may have written since.
             rows: list[Prediction] = []
@@ -174,17 +171,6 @@ def programs_in(payload: bytes) -> list[str]:
 _Key = tuple[str, tuple[int, ...]]  # Digest of a program, and the numbers of its devices.
 
 
-class _Waiting:
-    """An executable that is to be preloaded, or is."""
-
-    def __init__(self, row: Prediction):
-        self.row = row
-        self.data = b""
-        self.lock = threading.Lock()  # Held by the thread that loads it.
-        self.executable: Any = None
-        self.is_over = False  # It was loaded, or cannot be.
-
-
 class Preloader:
     """Loads, in threads, the executables that are predicted, before the steps are called.
 
@@ -203,102 +189,66 @@ class Preloader:
 
     def begin(self) -> None:
         """Has nothing: as it is made, and in a forked child, where its threads are not."""
-        self._lock = threading.Lock()
-        self._waiting: dict[_Key, _Waiting] = {}
-        self._threads: list[threading.Thread] = []
-        self._is_stopping = False
+        self._executor = ThreadPoolExecutor(_LOADERS, "stepcache preload")
+        self._loads: dict[_Key, tuple[Prediction, Future[Any]]] = {}
+        self._taken: set[_Key] = set()
+        self._has_begun = False
+        self.is_stopping = False
 
     def start(self) -> None:
         """Starts to preload; once."""
-        with self._lock:
-            if not self._threads:
-                self._begin_thread(self._prepare)
-
-    def _begin_thread(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="stepcache preload", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):  # Too many threads, or Python is about to end.
-            return
-        self._threads.append(thread)
+        if not self._has_begun:
+            self._has_begun = True
+            with contextlib.suppress(RuntimeError):  # Too many threads, or Python is about to end.
+                self._executor.submit(self._prepare)
 
     def _prepare(self) -> None:
         """Reads the bytes of what is predicted, and has them loaded once there is a backend."""
-        started, size_bytes = time.monotonic(), 0
+        limit, size_bytes = time.monotonic() + _LONGEST_WAIT_SECONDS, 0
+        executables: list[tuple[Prediction, bytes]] = []
         for row in self._predictions.of_last_run()[:_PRELOADED_AT_MOST]:
-            if self._is_stopping or size_bytes > _PRELOADED_BYTES:
+            if self.is_stopping or size_bytes > _PRELOADED_BYTES:
                 break
             if row.file and file_digest(row.file) != row.file_digest:
                 continue  # Its code has changed, so that it probably needs another program.
-            waiting = _Waiting(row)
             if (entry := self._disk.read("program", row.program)) is not None:
-                waiting.data = entry.payload
-                size_bytes += len(waiting.data)
-                with self._lock:
-                    self._waiting.setdefault((row.program, tuple(row.devices)), waiting)
-        while self._waiting and not jaxcompat.backends_are_initialized():
-            if self._is_stopping or time.monotonic() > started + _LONGEST_WAIT_SECONDS:
+                executables.append((row, entry.payload))
+                size_bytes += len(entry.payload)
+        while executables and not jaxcompat.backends_are_initialized():
+            if self.is_stopping or time.monotonic() > limit:
                 return
             time.sleep(_POLL_SECONDS)
-        with self._lock:
-            for _ in range(_LOADERS - 1):
-                self._begin_thread(self._load_all)
-        self._load_all()
+        for row, data in executables:
+            key = row.program, tuple(row.devices)
+            if key not in self._taken and key not in self._loads:
+                self._loads[key] = row, self._executor.submit(self._load, row, data)
 
-    def _load_all(self) -> None:
-        for waiting in list(self._waiting.values()):
-            if not self._is_stopping and waiting.lock.acquire(blocking=False):
-                try:
-                    self._load(waiting)
-                finally:
-                    waiting.lock.release()
-
-    def _load(self, waiting: _Waiting) -> None:
-        """Loads an executable, unless that was done. The caller holds its lock."""
-        data, waiting.data = waiting.data, b""
-        if waiting.is_over or not data:
-            return
-        waiting.is_over, row = True, waiting.row
+    def _load(self, row: Prediction, data: bytes) -> Any:
         try:
             devices = _devices(row.platform, row.devices)
-            if devices:
+            if devices and not self.is_stopping:
                 with self._disk.loading("program", row.program):
-                    waiting.executable = jaxcompat.load_executable(data, devices)
+                    return jaxcompat.load_executable(data, devices)
         except Exception as error:
             why = f"XLA does not load it: {type(error).__name__}: {error}"
             self._disk.discard("program", row.program, why)
 
     def take(self, digest: str, devices: Iterable[Any]) -> Any:
-        """The executable of a program, on these devices; None if it is not to be preloaded.
+        """The executable of a program, on these devices; None where its load has not begun.
 
-        Waits for a load that has begun. One that has not begun is done here.
+        Waits for a load that has begun.
         """
-        with self._lock:
-            waiting = self._waiting.pop((digest, tuple(device.id for device in devices)), None)
-        if waiting is None:
-            return None
-        with waiting.lock:
-            self._load(waiting)
-        return waiting.executable
+        key = digest, tuple(device.id for device in devices)
+        self._taken.add(key)
+        _, load = self._loads.pop(key, (None, None))
+        return None if load is None or load.cancel() else load.result()
 
     def drop(self, label: str, signature: str) -> None:
         """Drops what was predicted for a call, which has another program."""
-        with self._lock:
-            for key, each in list(self._waiting.items()):
-                if (each.row.label, each.row.signature) == (label, signature):
-                    del self._waiting[key]
-
-    def is_preloaded(self, row: Prediction) -> bool:
-        """Whether a program is being preloaded, or was, and was not taken yet."""
-        return (row.program, tuple(row.devices)) in self._waiting
-
-    def stop(self) -> None:
-        """Begins no more loads, and waits for those under way."""
-        self._is_stopping = True
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2.0)
-        self._waiting.clear()
+        for key, (row, load) in list(self._loads.items()):
+            if (row.label, row.signature) == (label, signature):
+                load.cancel()
+                self._loads.pop(key, None)
 
 
 def _devices(platform: str, numbers: Sequence[int]) -> tuple[Any, ...]:
@@ -320,12 +270,12 @@ def _begin_anew() -> None:
         each.begin()
 
 
-def stop_all() -> None:
-    """Ends all preloading, at the end of the process."""
+@_process_hooks.before_threads_end
+def _stop() -> None:
+    """Begins no more loads when the process ends, which waits for those under way."""
     for each in _live:
         if isinstance(each, Preloader):
-            each.stop()
+            each.is_stopping = True
 
 
 _process_hooks.at_fork(after_in_child=_begin_anew)
-_process_hooks.at_exit(stop_all)

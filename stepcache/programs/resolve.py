@@ -139,16 +139,18 @@ class Resolver:
             remade = advice_on_remaking(self._miss_log.making.place, self._spec.fun)
         remote = store.remote if store is not None and program.source == "remote" else None
         remote_bytes = remote.taken(program.digest) if remote is not None else None
-        complete = functools.partial(
-            _completed,
-            about=_About.of(program, remote_bytes),
-            advice=tuple(filter(None, (remade, settled))),
-            called_time=time.time() - call_seconds,
-        )
+        captured = map(_advise_on_capture, program.captured)
+        advice = (*captured, *filter(None, (remade, settled)))
+        how: dict[str, Any] = _how_resolved(program, remote_bytes)
+        how |= {"called_time": time.time() - call_seconds}
+
+        def complete(miss: Miss) -> Miss:
+            return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
+
         module, digest = built.module, program.digest
         final = _Once(lambda: complete(explained(module, digest)))
         if program.source != "compiled":
-            final = _Once(functools.partial(complete, miss))
+            final = _Once(lambda: complete(miss))
         if store is not None:
             publication = Publication(
                 program.digest,
@@ -160,8 +162,8 @@ class Resolver:
                 built.building,
                 built.data,
             )
-            how = program.source, program.run.device_order, _why_not_stored(program)
-            settling = _Settling(name, self._file, store, described, final, publication, *how)
+            about = name, self._file, program.source, program.run.device_order
+            settling = _Settling(*about, how["not_stored"], store, described, final, publication)
             self._unsettled.append(settling)
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
         carries = bool(self._spec.parameters.carry)
@@ -235,7 +237,7 @@ class Resolver:
     ) -> None:
         """Records a program that other processes run, and that this one traced."""
         program = Program(request.key, None, (), seconds)  # type: ignore[arg-type]
-        miss = _completed(miss, _About.of(program))
+        miss = dataclasses.replace(miss, **_how_resolved(program))
         self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
@@ -273,13 +275,13 @@ class _Settling:
 
     name: str
     file: str  # Where the function of the step is.
+    source: str  # Where the executable was, as in `Program`.
+    devices: Sequence[Any]
+    why_not: str  # Why it is not stored.
     store: ProgramStore
     described: Callable[[], Described]
     miss: _Once
     publication: Publication
-    source: str  # Where the executable was, as in `Program`.
-    devices: Sequence[Any]
-    why_not: str  # Why it is not stored.
 
     def __call__(self) -> None:
         store, described, publication = self.store, self.described(), self.publication
@@ -296,7 +298,7 @@ class _Settling:
             store.preloader.drop(described.label, described.signature)
             about = publication.digest, self.devices, self.file, time.time()
             prediction = prediction_of(described, *about)
-            store.predictions.note(prediction, described.environment)
+            store.note_use(prediction, described.environment)
         row = store.row(
             "compiled" if self.source == "compiled" else "loaded",
             self.name,
@@ -338,39 +340,16 @@ def _without_arrays(request: Request) -> Request:
     return dataclasses.replace(request, call=call, tell=lambda call: call)
 
 
-def _why_not_stored(program: Program) -> str:
-    why_not = jaxcompat.why_not_storable(program.run)
-    if not (why_not or program.digest):
-        return "JAX had compiled it before in this process"
-    return why_not
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _About:
-    """How a program was obtained, for its miss."""
-
-    remedy: str
-    captured: tuple[Captured, ...]
-    not_stored: str
-
-    @classmethod
-    def of(cls, program: Program, remote_bytes: int | None = None) -> _About:
-        remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
-        if program.source != "compiled":
-            size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
-            remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
-        why_not = _why_not_stored(program) if program.run is not None else ""
-        return cls(remedy, program.captured, why_not)
-
-
-def _completed(
-    miss: Miss, about: _About, advice: Sequence[str] = (), called_time: float = 0.0
-) -> Miss:
-    """A miss with how it was resolved."""
-    said = (*miss.advice, *map(_advise_on_capture, about.captured), *advice)
-    return dataclasses.replace(
-        miss, advice=said, not_stored=about.not_stored, remedy=about.remedy, called_time=called_time
-    )
+def _how_resolved(program: Program, remote_bytes: int | None = None) -> dict[str, Any]:
+    """How a program was obtained, and why it is not stored, as fields of its miss."""
+    remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
+    if program.source != "compiled":
+        size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
+        remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
+    why_not = jaxcompat.why_not_storable(program.run) if program.run is not None else ""
+    if program.run is not None and not (why_not or program.digest):
+        why_not = "JAX had compiled it before in this process"
+    return {"remedy": remedy, "not_stored": why_not}
 
 
 def _advise_on_capture(captured: Captured) -> str:

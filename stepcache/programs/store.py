@@ -21,6 +21,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.events import Captured
 from stepcache.programs.prediction import (
+    Prediction,
     Predictions,
     Preloader,
     prediction_name,
@@ -34,7 +35,7 @@ from stepcache.storage.run_log import Row, RunLog, script_name
 if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _QUIET_SECONDS = 0.02, 0.5
 
 _log = logging.getLogger("stepcache")
 
@@ -92,8 +93,8 @@ class ProgramStore:
     ):
         self.disk, self.run_log, self.remote = disk, run_log, remote
         self.min_build_seconds = min_build_seconds
-        self.worker = Worker("stepcache store", when_idle=self._write_predictions)
-        self.predictions = Predictions(disk)
+        self.worker = Worker("stepcache store")
+        self.predictions, self._is_to_write = Predictions(disk), False
         self.preloader = Preloader(disk, self.predictions)
         self._locks = BuildLock(disk.root / "building") if disk.writable else None
 
@@ -210,10 +211,21 @@ class ProgramStore:
         packed = (info.header or {}).get("module", b"") if info is not None else b""
         return zlib.decompress(packed).decode() if packed else ""
 
+    @_no_matter_of_the_step("note a prediction")
+    def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
+        """Notes that this run uses a program, so that the next one preloads it."""
+        self.predictions.note(row, environment)
+        if self.predictions.is_new and not self._is_to_write:
+            self._is_to_write = True
+            self.worker.submit(self._write_predictions)
+
     @_no_matter_of_the_step("write its predictions")
     def _write_predictions(self) -> None:
-        """Writes what this run uses, so that the next one preloads it."""
-        if (payload := self.predictions.write()) is not None and self.remote is not None:
+        # What other steps use, which are being started, is written with it.
+        self.worker.is_urgent.wait(_QUIET_SECONDS)
+        self._is_to_write = False
+        payload = self.predictions.write()
+        if self.remote is not None:
             self.remote.upload_prediction(prediction_name(), payload)
 
     @_no_matter_of_the_step("write its run log")

@@ -160,17 +160,15 @@ def _programs(run: Run, program_bytes: Mapping[str, int]) -> Iterator[str]:
     rows = []
     for (label, program), found in groups.items():
         size = program_bytes.get(program)
-        first = [row.seconds["execute"] for row in found if "execute" in row.seconds]
         rows.append(
             {
                 "step": label,
                 "program": program[:12] or "not on disk",
                 "size": readable_bytes(size) if size is not None else "gone" if program else "",
                 "obtained": "; ".join(_obtained(run, found)),
-                "first run": _seconds(max(first)) if first else "",
             }
         )
-    yield from _table(rows, right={"size", "first run"})
+    yield from _table(rows, right={"size"})
 
 
 def _obtained(run: Run, rows: Sequence[Row]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from stepcache.report.inventory import means
 from stepcache.storage.run_activity import Activity, Held, Series
 from stepcache.storage.run_log import Logged, Row
 
-STAGES = tuple("import trace lower agree remote wait load compile give execute".split())
+STAGES = tuple("import trace lower agree remote wait load compile give".split())
 LATEST = "last"
 _CHANGE = ("part", "path", "before", "after")
 _POD_SECONDS = 600  # The processes of one pod write their first rows within this time.
@@ -51,8 +51,8 @@ class Run:
     started_time: float  # Time of the first event, in seconds since the epoch.
     ranks: tuple[Rank, ...]  # The processes, by rank.
     slowest: dict[str, int]  # The rank that took longest in each stage.
-    # The rows of the run log in order of time: each change with its names, and the seconds with
-    # those of the first execution, but without the import.
+    # The rows of the run log in order of time: each change with its names, and the seconds without
+    # those of the import.
     happenings: tuple[Row, ...]
     name: str  # Name of the run's log, which begins with its time; of a pod, that of one process.
 
@@ -112,7 +112,7 @@ def latest_runs(store: ProgramStore | None, step: str | None = None) -> Iterator
     for pod in _pods(store.run_log.runs() if store is not None else ()):
         rows = itertools.chain.from_iterable(logged.rows for logged in pod)
         rows = [row for row in rows if step in (None, row.step) or means(row.label, step)]
-        if any(row.event != "executed" for row in rows):  # Its builds may be lost.
+        if rows:
             yield _run(pod, sorted(rows, key=lambda row: row.time))
 
 
@@ -157,23 +157,12 @@ def _run(pod: list[Logged], rows: list[Row]) -> Run:
         for stage in in_order({stage for rank in ranks for stage in rank.seconds})
     }
     name = min(logged.name for logged in pod)
-    return Run(rows[0].script, rows[0].time, ranks, slowest, tuple(_happenings(rows)), name)
+    return Run(rows[0].script, rows[0].time, ranks, slowest, tuple(map(_happening, rows)), name)
 
 
-def _happenings(rows: list[Row]) -> list[Row]:
-    """Returns the rows of `Run`: first executions are merged into the builds and loads before."""
-    kept: list[Row] = []
-    for row in rows:
-        if row.event != "executed":
-            seconds = {stage: value for stage, value in row.seconds.items() if stage != "import"}
-            kept.append(replace(row, seconds=seconds, changes=_named(row.changes)))
-            continue
-        for index, each in enumerate(kept):
-            same = (each.rank, each.label) == (row.rank, row.label)
-            if same and "execute" not in each.seconds:
-                kept[index] = replace(each, seconds=each.seconds | row.seconds)
-                break
-    return kept
+def _happening(row: Row) -> Row:
+    seconds = {stage: value for stage, value in row.seconds.items() if stage != "import"}
+    return replace(row, seconds=seconds, changes=_named(row.changes))
 
 
 def _named(changes: list[list[str]]) -> list[dict[str, str]]:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from stepcache import _process_hooks, jaxcompat
-from stepcache.programs.worker import Job, Worker
+from stepcache import jaxcompat
 from stepcache.serving.hosts import Hosts, Versions
-from stepcache.weak_objects import WeakObjects
-
-_workers: WeakObjects[Worker] = WeakObjects()
-
-
-def _stop_all() -> None:
-    for worker in _workers:
-        worker.stop()
-
-
-_process_hooks.before_threads_end(_stop_all)  # Ray ends the process if a thread uses it later.
 
 
 class Arrival(NamedTuple):
@@ -42,15 +30,14 @@ class ReadAhead:
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
-        self._worker = Worker("stepcache read ahead", droppable=True)
-        _workers.add(self._worker)
+        self._executor = ThreadPoolExecutor(1, "stepcache read ahead")
 
     def start(
         self, masters: Sequence[Any], names: Sequence[str], known: Sequence[Versions | None]
-    ) -> Job:
+    ) -> Future[Any]:
         """Starts to read masters; `names` and `known` are those of `Hosts.read`."""
         settings = jaxcompat.carried_settings()
-        return self._worker.submit(functools.partial(self._read, settings, masters, names, known))
+        return self._executor.submit(self._read, settings, masters, names, known)
 
     def _read(self, settings: Any, masters: Any, names: Any, known: Any) -> Any:
         try:
@@ -64,9 +51,9 @@ class ReadAhead:
         except Exception as error:
             return error
 
-    def finish(self, job: Job, master: Any) -> Arrival | None:
+    def finish(self, job: Future[Any], master: Any) -> Arrival | None:
         """Waits for a read. Returns its result for a master; None if it had not begun."""
-        outcome = self._worker.take(job)
+        outcome = None if job.cancel() else job.result()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome and outcome[master]

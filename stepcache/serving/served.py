@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.programs.worker import Job
 from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.optimizers import types_of
@@ -81,7 +81,7 @@ class Served(Master):
         self._copied_at = version  # The last version at which the kept copy was the newest.
         self._is_asked = False  # Whether the hosts were asked for `_current` in this call.
         self._fetched: Any = None  # The current value, in the form in which copies are kept.
-        self._job: Job | None = None  # A read in the background, for the next call.
+        self._job: Future[Any] | None = None  # A read in the background, for the next call.
         self._ahead_links: Links = ()  # Bytes that it has moved, until a call counts them.
         self._granted: Copy | None = None  # Serves this call, of which the hosts were not asked.
         self._seen = 0  # The version that `leaves` returned last.
@@ -168,11 +168,11 @@ class Served(Master):
         is_wanted = self._policy.prefetch and not reader.carried
         return is_wanted and self._serving(reader)[0] is None
 
-    def started(self, job: Job) -> None:
+    def started(self, job: Future[Any]) -> None:
         """Sets the job that reads the value for the next call."""
         self._job, self._is_asked = job, False
 
-    def take_job(self) -> Job | None:
+    def take_job(self) -> Future[Any] | None:
         """Removes and returns the job that reads the value for this call; None for none."""
         job, self._job = self._job, None
         return job

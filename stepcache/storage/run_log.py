@@ -37,8 +37,7 @@ import_seconds = 0.0
 class Row:
     """One thing that happened to a program."""
 
-    # "compiled", "loaded" (traced, but not compiled) or "executed" (for the first time).
-    event: str
+    event: str  # "compiled", or "loaded" (traced, but not compiled).
     time: float  # Seconds since the epoch.
     script: str  # Name of the main program's file.
     step: str  # Name of the step.
@@ -46,8 +45,8 @@ class Row:
     program: str = ""  # Digest of the program.
     # Where what was loaded came from: "memory", "preloaded", "disk", "remote" or "rank N".
     source: str = ""
-    # Duration of each stage: "import" (in the first row of a run), "trace", "lower", "wait",
-    # "read", "load", "compile", "execute"; in a pod "agree", "wait" and "give".
+    # Duration of each stage: "import" (in the first row of a run), "trace", "lower", "load",
+    # "remote", "wait", "compile"; in a pod also "agree" and "give".
     seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # Why the call missed.
     # Part, path, before and after of each change since an earlier run.

@@ -10,7 +10,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.programs.dispatch import Dispatcher
+from stepcache.dispatcher import Dispatcher
 
 needs_cpp = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="about JAX's C++ dispatcher, which is not in use"
