@@ -12,11 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from stepcache.fingerprint.recorder import Recording
+from stepcache.programs.background import LATER
 
 import stepcache as sc
 from stepcache._changes import Undoing
-from stepcache.fingerprint.recorder import Recording
-from stepcache.programs.background import LATER
 from tests.cluster.pods import run_pod, succeeded
 from tests.remote.processes import wait_until
 

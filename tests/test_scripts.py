@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from stepcache import jaxcompat
-from stepcache.storage.directory import ROOT
+from stepcache.storage.disk_store import ROOT
 from tests import forking
 from tests.sampling import slow_is_asked_for
 

@@ -16,17 +16,34 @@ def lock(path: Path) -> int | None:
     Returns:
         A file descriptor; closing it unlocks the file. None if another process has locked it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_file(path)
+    try:
+        is_locked = lock_opened(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if is_locked:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def open_file(path: Path) -> int:
+    """Opens a file for `lock_opened`, and creates it if it does not exist."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def lock_opened(descriptor: int) -> bool:
+    """Locks an open file for this process; False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(Process.current()).encode())
     except OSError as error:
-        os.close(descriptor)
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        return None
-    return descriptor
+        return False
+    return True
 
 
 def holder(path: Path) -> Process | None:

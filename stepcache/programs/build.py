@@ -174,7 +174,8 @@ def build(
     try:
         with Undoing() as undoing, undoing:
             undoing.hold(jaxcompat.tracing_context(request.mesh))
-            with tracing.now(), Undoing() as while_tracing, while_tracing:
+            with Undoing() as while_tracing, while_tracing:
+                while_tracing.use(tracing)
                 while_tracing.use(rare_collections)
                 with stage("trace"):
                     staged = trace(spec, request)

@@ -105,6 +105,25 @@ class Resolver:
         """
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        try:
+            program = self._resolve(scope, request, started, explicit, build_id, stopwatch)
+        except BaseException as error:
+            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
+            raise
+        carries = bool(self._spec.parameters.carry)
+        scope.check_rules(name, request.shown.paths, carries=carries)
+        return program
+
+    def _resolve(
+        self,
+        scope: Scope,
+        request: Request,
+        started: float,
+        explicit: bool,
+        build_id: int,
+        stopwatch: Stopwatch,
+    ) -> Program:
+        name = self._spec.name
         miss, store = self._miss_log.why(request), scope.cache.store()
         warn_of_carried_module(self._spec, request.call)
         # It is to outlive the call, and holds on to no array and to nothing of the step.
@@ -116,21 +135,17 @@ class Resolver:
                 self.judge(scope, miss, lambda: explained(module, digest))
 
         peers = scope.together(request.ranks)
-        try:
-            if peers is None:
-                held = scope.cache.executable
-                built = build(self._spec, request, stopwatch, held, store, before_compiling)
-            else:
-                from stepcache.programs.pods.shared_build import build_together
+        if peers is None:
+            held = scope.cache.executable
+            built = build(self._spec, request, stopwatch, held, store, before_compiling)
+        else:
+            from stepcache.programs.pods.shared_build import build_together
 
-                about = described(), miss.in_a_line
-                arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
-                built, has_compared = build_together(*arguments, *about)
-                if not has_compared:
-                    self._not_compared.add(request.key)
-        except BaseException as error:
-            recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
-            raise
+            about = described(), miss.in_a_line
+            arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
+            built, has_compared = build_together(*arguments, *about)
+            if not has_compared:
+                self._not_compared.add(request.key)
         call_seconds = time.perf_counter() - started
         own_seconds = call_seconds - sum(stopwatch.seconds.values())
         program, settled = self._settled(request, built.program)
@@ -166,8 +181,6 @@ class Resolver:
             settling = _Settling(*about, how["not_stored"], store, described, final, publication)
             self._unsettled.append(settling)
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
-        carries = bool(self._spec.parameters.carry)
-        scope.check_rules(name, request.shown.paths, carries=carries)
         return program
 
     def _settled(self, request: Request, program: Program) -> tuple[Program, str]:

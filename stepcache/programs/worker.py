@@ -10,44 +10,48 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from stepcache import _process_hooks
+from stepcache._changes import Shared
 from stepcache.storage import load_markers, run_activity
 from stepcache.weak_objects import WeakObjects
 
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
+_LOOK_SECONDS = 0.02
 
 _log = logging.getLogger("stepcache")
 
 
-class _Tracing:
-    """Whether a step is being traced or lowered. Workers' jobs wait for that.
+class _Tracing(Shared):
+    """Has workers' jobs wait while a step is being traced or lowered.
 
     Python runs one thread at a time, so a job beside a trace would make it as much longer. While
     XLA compiles or loads, Python is free.
     """
 
     def __init__(self) -> None:
-        self._changed, self._count = threading.Condition(), 0
+        super().__init__()
+        self._over = threading.Event()
+        self._over.set()
 
-    @contextlib.contextmanager
-    def now(self) -> Iterator[None]:
-        with self._changed:
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify_all()
+    def _make(self, users: int) -> bool:
+        self._over.clear()
+        return True
+
+    def _undo(self) -> None:
+        self._over.set()
+
+    def reset(self) -> None:
+        self._over = threading.Event()  # Another thread of the parent may have had its lock.
+        super().reset()
 
     def wait_until_over(self, is_urgent: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._count == 0 or is_urgent(), timeout=_LONGEST_TRACE_SECONDS
-            )
+        limit = time.monotonic() + _LONGEST_TRACE_SECONDS
+        while not (is_urgent() or self._over.wait(_LOOK_SECONDS) or time.monotonic() > limit):
+            pass
 
 
 tracing = _Tracing()
@@ -82,8 +86,6 @@ class Worker:
     def flush(self) -> None:
         """Waits until all jobs have run, and those that they have submitted."""
         self.is_urgent.set()
-        with tracing._changed:
-            tracing._changed.notify_all()
         while jobs := set(self._jobs):
             wait(jobs)
         self.is_urgent.clear()
@@ -113,7 +115,6 @@ _live: WeakObjects[Worker] = WeakObjects()
 def _begin_anew() -> None:
     for worker in _live:
         worker.begin()
-    tracing.__init__()
 
 
 _process_hooks.at_fork(after_in_child=_begin_anew)

@@ -5,7 +5,6 @@ It saves work, and nothing depends on it: where no lock can be had, each compile
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import time
@@ -20,15 +19,30 @@ _LOOKS, _LOOK_SECONDS = 10, 0.05
 class Building:
     """A program that this process is about to compile. It is unlocked when nothing holds this."""
 
-    def __init__(self, path: Path, descriptor: int | None):
+    def __init__(self, path: Path):
         self._path, self._pid = path, os.getpid()
-        self.descriptor = descriptor  # Of the locked file; None where nothing could be locked.
+        # Of the file; None where nothing could be locked. It is kept before the file is locked:
+        # an interrupt may come at any moment.
+        self._descriptor: int | None = None
+        self.is_locked = False  # Whether other processes wait.
+
+    def lock(self) -> bool:
+        """Locks the file of the program; False if another thread or process has. Raises `OSError`.
+
+        `is_locked` remains false where the file was removed meanwhile, when it was released.
+        """
+        self._descriptor = file_lock.open_file(self._path)
+        if not file_lock.lock_opened(self._descriptor):
+            return False
+        self.is_locked = file_lock.is_there(self._path, self._descriptor)
+        return True
 
     def release(self) -> None:
         """Unlocks the program, whether it was compiled or not. Not in a forked child."""
-        descriptor, self.descriptor = self.descriptor, None
+        descriptor, self._descriptor = self._descriptor, None
+        was_locked, self.is_locked = self.is_locked, False
         if descriptor is not None:
-            if self._pid == os.getpid():
+            if was_locked and self._pid == os.getpid():
                 self._path.unlink(missing_ok=True)  # Before others can have locked it.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # Children may have it open, too.
             os.close(descriptor)
@@ -49,15 +63,21 @@ class BuildLock:
     def try_lock(self, digest: str) -> Building | None:
         """Locks a program for `release`; None while another thread or process has locked it."""
         path = self._directory / digest
-        with contextlib.suppress(OSError):
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            while (descriptor := file_lock.lock(path)) is not None:
-                if file_lock.is_there(path, descriptor):
-                    return Building(path, descriptor)
-                os.close(descriptor)  # Of a file that was removed when it was released.
-            if not _is_orphaned(path):
-                return None
-        return Building(path, None)
+        while True:
+            building = Building(path)
+            try:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                is_free = building.lock()
+            except OSError:
+                break
+            if building.is_locked:
+                return building
+            building.release()
+            if not is_free:
+                if not _is_orphaned(path):
+                    return None
+                break
+        return Building(path)
 
     def release(self, building: Building) -> None:
         """Unlocks a program."""

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stepcache.fingerprint import installed_packages
+from stepcache.fingerprint.recorder import Recording
+from stepcache.programs.background import LATER, Worker, until_ready
+from stepcache.programs.preload import Preloader
 
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache._changes import Undoing
-from stepcache.fingerprint import installed_packages
-from stepcache.fingerprint.recorder import Recording
 from stepcache.programs import background
-from stepcache.programs.background import LATER, Worker, until_ready
-from stepcache.programs.preload import Preloader
 from stepcache.storage.run_log import Row
 from stepcache.weak_objects import WeakObjects
 

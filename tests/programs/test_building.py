@@ -39,13 +39,13 @@ def start(lock, body):
 def test_one_at_a_time(lock, tmp_path):
     other = BuildLock(tmp_path / "building")
     building = lock.try_lock(DIGEST)
-    assert building.descriptor and other.try_lock(DIGEST) is None
-    assert not os.get_inheritable(building.descriptor)
+    assert building.is_locked and other.try_lock(DIGEST) is None
+    assert not os.get_inheritable(building._descriptor)
     assert not other.is_held_by_a_live_process(DIGEST), "it is this process's"
-    assert other.try_lock("ab").descriptor
+    assert other.try_lock("ab").is_locked
     lock.release(building)
     again = other.try_lock(DIGEST)
-    assert again.descriptor and lock.try_lock(DIGEST) is None
+    assert again.is_locked and lock.try_lock(DIGEST) is None
     other.release(again)
     other.release(again)
     assert not list(lock._directory.iterdir())
@@ -55,7 +55,7 @@ def test_what_nobody_holds_any_more_is_free(lock):
     building = lock.try_lock(DIGEST)
     assert lock.try_lock(DIGEST) is None
     del building
-    assert lock.try_lock(DIGEST).descriptor
+    assert lock.try_lock(DIGEST).is_locked
 
 
 def test_the_lock_of_a_killed_process_is_free(lock):
@@ -66,15 +66,15 @@ def test_the_lock_of_a_killed_process_is_free(lock):
     holder.kill()
     holder.wait()
     assert not lock.is_held_by_a_live_process(DIGEST)
-    assert lock.try_lock(DIGEST).descriptor
+    assert lock.try_lock(DIGEST).is_locked
 
 
 def test_a_child_that_releases_the_lock_of_its_parent_does_nothing(lock):
     building = lock.try_lock(DIGEST)
     child = copy.copy(building)
-    child._pid, child.descriptor = 1, os.dup(building.descriptor)
+    child._pid, child._descriptor = 1, os.dup(building._descriptor)
     child.release()
-    assert lock.try_lock(DIGEST) is None and building.descriptor
+    assert lock.try_lock(DIGEST) is None and building.is_locked
 
 
 def test_a_child_that_outlives_its_parent_holds_nobody(lock):
@@ -88,7 +88,7 @@ def test_a_child_that_outlives_its_parent_holds_nobody(lock):
         with (lock._directory / DIGEST).open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert not lock.is_held_by_a_live_process(DIGEST)
-        assert lock.try_lock(DIGEST).descriptor is None, "each compiles for itself"
+        assert not lock.try_lock(DIGEST).is_locked, "each compiles for itself"
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -106,7 +106,7 @@ def test_what_is_released_is_free_though_children_have_it_open(lock):
     )
     assert holder.stdout.readline() == "released\n"
     assert not lock.is_held_by_a_live_process(DIGEST)
-    assert lock.try_lock(DIGEST).descriptor is not None
+    assert lock.try_lock(DIGEST).is_locked
     holder.wait()
 
 
@@ -144,6 +144,6 @@ def test_a_file_system_without_locks(lock, monkeypatch, code):
     monkeypatch.setattr(file_lock.fcntl, "flock", refuse)
     for _ in range(2):
         building = lock.try_lock(DIGEST)
-        assert building.descriptor is None
+        assert not building.is_locked
         assert not lock.is_held_by_a_live_process(DIGEST)
         lock.release(building)

@@ -14,8 +14,8 @@ import logging
 import shutil
 import sys
 import threading
-import time
 import types
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -124,7 +124,9 @@ def process(directory, injection=None, *, ahead=True):
         session = sc.Session(cache=cache)
         with session:
             exec(compile(SOURCE, module.__file__, "exec"), module.__dict__)
-            time.sleep(0.2 if ahead else 0.0)
+            if ahead and (preparing := cache.store().preloader.preparing) is not None:
+                wait([preparing])
+                wait([load for _, load in cache.store().preloader.loads.values()])
             for size in (3, 4):
                 assert float(module.step(np.ones(size, np.float32))[-1]) == 3
             cache.flush()
@@ -159,8 +161,9 @@ def within_limit(work):
 
 
 @pytest.fixture
-def first(tmp_path):
+def first(tmp_path, monkeypatch):
     """A directory that has the program of a call of three numbers."""
+    monkeypatch.setattr(store, "_QUIET_SECONDS", 0.0)
     directory = tmp_path / "first"
     cache = sc.ProgramCache(directory)
     module = types.ModuleType("faults")
