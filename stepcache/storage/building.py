@@ -21,25 +21,12 @@ class Building:
 
     def __init__(self, path: Path):
         self._path, self._pid = path, os.getpid()
-        # Of the file; None where nothing could be locked. It is kept before the file is locked:
-        # an interrupt may come at any moment.
-        self._descriptor: int | None = None
+        self.descriptor: int | None = None  # Of the file; None where nothing could be locked.
         self.is_locked = False  # Whether other processes wait.
-
-    def lock(self) -> bool:
-        """Locks the file of the program; False if another thread or process has. Raises `OSError`.
-
-        `is_locked` remains false where the file was removed meanwhile, when it was released.
-        """
-        self._descriptor = file_lock.open_file(self._path)
-        if not file_lock.lock_opened(self._descriptor):
-            return False
-        self.is_locked = file_lock.is_there(self._path, self._descriptor)
-        return True
 
     def release(self) -> None:
         """Unlocks the program, whether it was compiled or not. Not in a forked child."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self.descriptor = self.descriptor, None
         was_locked, self.is_locked = self.is_locked, False
         if descriptor is not None:
             if was_locked and self._pid == os.getpid():
@@ -67,15 +54,18 @@ class BuildLock:
             building = Building(path)
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                is_free = building.lock()
+                # The descriptor is kept before it is locked: an interrupt may come at any moment.
+                building.descriptor = file_lock.open_file(path)
+                is_free = file_lock.lock_opened(building.descriptor)
+                building.is_locked = is_free and file_lock.is_there(path, building.descriptor)
             except OSError:
                 break
             if building.is_locked:
                 return building
             building.release()
+            if not is_free and not _is_orphaned(path):
+                return None
             if not is_free:
-                if not _is_orphaned(path):
-                    return None
                 break
         return Building(path)
 

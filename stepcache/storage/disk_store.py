@@ -284,13 +284,10 @@ class DiskStore:
             self._not_written_because = why or str(error).partition("\n")[0]
 
     def _make_room(self, stored_bytes: int, keep: Path) -> None:
-        """Removes what has to leave for the bound to hold, after so many bytes were stored.
-
-        All entries are looked through where they may be near the bound, and now and then, as other
-        processes store some too.
-        """
+        """Removes what has to leave for the bound to hold, after so many bytes were stored."""
         if self._max_bytes is None:
             return
+        # All are looked through near the bound, and now and then: other processes store some too.
         self._room_bytes -= stored_bytes
         self._unseen_writes += 1
         is_near = self._room_bytes < self._max_bytes // 8

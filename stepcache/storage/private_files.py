@@ -120,10 +120,8 @@ def load_key(path: Path) -> bytes | None:
 def secret_in(path: Path, where: str) -> bytes:
     """What a user's file holds that nobody else can read, without white space around it.
 
-    It may be a link, and belong to root where only root's group reads it. `where` is the option or
-    variable that names it.
-
-    Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
+    It may be a link, and belong to root where only root's group reads it. Errors say `where` it is
+    named. Raises `CacheDirectoryError` if others can read it, or it is too short or missing.
     """
     others, user = stat.S_IRWXG | stat.S_IRWXO, os.geteuid()
     try:
