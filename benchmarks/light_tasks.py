@@ -19,7 +19,7 @@ from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.remote.task_group import TaskGroup
 from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.shared_memory import allow_many_files
-from stepcache.storage.load_markers import Process
+from stepcache.link.processes import Process
 
 RUNS = 200
 _SECONDS = 60  # That one answer may take.

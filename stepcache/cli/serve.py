@@ -230,8 +230,8 @@ def stop(place: str, timeout: float) -> None:
 
         ray_tasks.stop(place[4:], timeout)
         return click.echo(f"stopped the tasks {place}")
+    from stepcache.link.processes import Process
     from stepcache.remote.local_tasks import address
-    from stepcache.storage.load_markers import Process
 
     directory = _directory(place)
     found: dict[str, Any] | None = address(directory)

@@ -190,17 +190,16 @@ class Preloader:
     def begin(self) -> None:
         """Has nothing: as it is made, and in a forked child, where its threads are not."""
         self._executor = ThreadPoolExecutor(_LOADERS, "stepcache preload")
-        self._loads: dict[_Key, tuple[Prediction, Future[Any]]] = {}
+        self.loads: dict[_Key, tuple[Prediction, Future[Any]]] = {}
         self._taken: set[_Key] = set()
-        self._has_begun = False
+        self.preparing: Future[None] | None = None
         self.is_stopping = False
 
     def start(self) -> None:
         """Starts to preload; once."""
-        if not self._has_begun:
-            self._has_begun = True
+        if self.preparing is None:
             with contextlib.suppress(RuntimeError):  # Too many threads, or Python is about to end.
-                self._executor.submit(self._prepare)
+                self.preparing = self._executor.submit(self._prepare)
 
     def _prepare(self) -> None:
         """Reads the bytes of what is predicted, and has them loaded once there is a backend."""
@@ -220,8 +219,8 @@ class Preloader:
             time.sleep(_POLL_SECONDS)
         for row, data in executables:
             key = row.program, tuple(row.devices)
-            if key not in self._taken and key not in self._loads:
-                self._loads[key] = row, self._executor.submit(self._load, row, data)
+            if key not in self._taken and key not in self.loads:
+                self.loads[key] = row, self._executor.submit(self._load, row, data)
 
     def _load(self, row: Prediction, data: bytes) -> Any:
         try:
@@ -240,15 +239,15 @@ class Preloader:
         """
         key = digest, tuple(device.id for device in devices)
         self._taken.add(key)
-        _, load = self._loads.pop(key, (None, None))
+        _, load = self.loads.pop(key, (None, None))
         return None if load is None or load.cancel() else load.result()
 
     def drop(self, label: str, signature: str) -> None:
         """Drops what was predicted for a call, which has another program."""
-        for key, (row, load) in list(self._loads.items()):
+        for key, (row, load) in list(self.loads.items()):
             if (row.label, row.signature) == (label, signature):
                 load.cancel()
-                self._loads.pop(key, None)
+                self.loads.pop(key, None)
 
 
 def _devices(platform: str, numbers: Sequence[int]) -> tuple[Any, ...]:

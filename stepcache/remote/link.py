@@ -16,11 +16,11 @@ from typing import Any
 
 from stepcache.distributed.failure_detection import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
+from stepcache.link.processes import Process
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import RUNS, Kind, Message, decode, packed
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
-from stepcache.storage.load_markers import Process
 
 _WAIT_SECONDS = 1.0  # After which a wait looks again whether the tasks were lost.
 _ANSWER_SECONDS = 10.0  # That the coordinator may take to say where the tasks are.

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepcache.errors import TaskError, VariablesError, first_line
+from stepcache.link.processes import Process
 from stepcache.remote.local_tasks import free_port
 from stepcache.remote.task_group import TaskGroup
-from stepcache.storage.load_markers import Process
 
 try:
     from stepcache.serving.ray_transport import NAMESPACE, cause, initialise, run_actor, start_actor

@@ -17,11 +17,11 @@ import platformdirs
 from jax.sharding import AbstractMesh, AxisType
 
 from stepcache.errors import OptionError, TaskError
+from stepcache.link.processes import Process
 from stepcache.remote.connection import Connection
 from stepcache.remote.local_tasks import address
 from stepcache.remote.target import Target
 from stepcache.sharding import DataAxis, axes_of
-from stepcache.storage.load_markers import Process
 from stepcache.storage.private_files import make_directory
 
 # Runs the coordinator without `stepcache/__init__.py`, which imports JAX: it takes a second less to

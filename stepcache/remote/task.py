@@ -30,6 +30,7 @@ import stepcache
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.specs import decode_spec
+from stepcache.link.processes import Process
 from stepcache.remote.cancelling import Gate, listen
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array
@@ -37,7 +38,6 @@ from stepcache.remote.task_arrays import CANCELLED, Arrays, Failed, RunFailed
 from stepcache.remote.task_programs import Program
 from stepcache.serving.channel import Channel
 from stepcache.serving.shared_memory import Opened, Pool
-from stepcache.storage.load_markers import Process
 from stepcache.variables.packing import is_key_type
 
 _REPORTED_AT_ONCE = 8  # Of runs that are done while others are under way.

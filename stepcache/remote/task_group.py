@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from stepcache.errors import first_line
+from stepcache.link.processes import Process
 from stepcache.remote.coordinator import Coordinator, Output
 from stepcache.remote.messages import MAX_MESSAGE_BYTES, Kind, Message, decode, packed
 from stepcache.serving.channel import Channel, Channels
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.shared_memory import allow_many_files
-from stepcache.storage.load_markers import Process
 
 _STOP_SECONDS = 0.2  # After which `stop`, called by a signal handler, takes effect.
 _SWEEP_SECONDS = 1.0

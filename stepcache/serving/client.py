@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import ServerLostError, VariablesError, first_line
+from stepcache.link.processes import Process
 from stepcache.serving import transport
 from stepcache.serving.messages import (
     BlockLayout,
@@ -40,7 +41,6 @@ from stepcache.serving.messages import (
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.transport import Transport, Version
 from stepcache.serving.unsaved import Sent, Unsaved
-from stepcache.storage.load_markers import Process
 
 _TRANSIENT = ("epoch", "gap", "recovering")
 _WITH_TYPES = ("create", "rows")

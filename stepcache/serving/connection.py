@@ -187,8 +187,8 @@ class Connection:
         """
         jobs = [master.take_job() for master, _ in readers]
         for (master, _), job in zip(readers, jobs, strict=True):
-            if job is not None and (arrival := self._read_ahead.finish(job, master)) is not None:
-                master.arrived(arrival)
+            if job is not None:
+                master.arrived(self._read_ahead.finish(job, master))
         names, known, kept = zip(
             *(master.lookup(reader) for master, reader in readers), strict=True
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from stepcache.errors import first_line
+from stepcache.link.processes import Process
 from stepcache.serving import host_directory, snapshots
 from stepcache.serving.held import HostState
 from stepcache.serving.host import Host
@@ -38,7 +39,6 @@ from stepcache.serving.shared_memory import Block
 from stepcache.serving.state_writer import StateWriter
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import HeldTable
-from stepcache.storage.load_markers import Process
 from stepcache.units import counted
 
 TEND_SECONDS = 0.05

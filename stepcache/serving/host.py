@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from stepcache.link.processes import Process
 from stepcache.serving import bulk
 from stepcache.serving.held import HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import (
@@ -47,7 +48,6 @@ from stepcache.serving.optimizers import ExportedRule
 from stepcache.serving.repeats import Repeat, Repeats
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import Tables, TableStorage
-from stepcache.storage.load_markers import Process
 
 MAX_CLIENTS = 65_536
 """How many clients are remembered: those that wrote last."""

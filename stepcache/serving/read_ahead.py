@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
-from stepcache import jaxcompat
+from stepcache import _process_hooks, jaxcompat
+from stepcache.distributed.service_calls import call_in_thread
 from stepcache.serving.hosts import Hosts, Versions
+
+_END_SECONDS = 2.0
+_reading: set[Future[Any]] = set()
+
+
+@_process_hooks.before_threads_end
+def _wait_for_all() -> None:
+    """Ray ends the process if a thread uses it later."""
+    wait(set(_reading), _END_SECONDS)
 
 
 class Arrival(NamedTuple):
@@ -30,14 +41,16 @@ class ReadAhead:
 
     def __init__(self, hosts: Hosts):
         self._hosts = hosts
-        self._executor = ThreadPoolExecutor(1, "stepcache read ahead")
 
     def start(
         self, masters: Sequence[Any], names: Sequence[str], known: Sequence[Versions | None]
     ) -> Future[Any]:
         """Starts to read masters; `names` and `known` are those of `Hosts.read`."""
         settings = jaxcompat.carried_settings()
-        return self._executor.submit(self._read, settings, masters, names, known)
+        future = call_in_thread(functools.partial(self._read, settings, masters, names, known))
+        _reading.add(future)
+        future.add_done_callback(_reading.discard)
+        return future
 
     def _read(self, settings: Any, masters: Any, names: Any, known: Any) -> Any:
         try:
@@ -51,9 +64,9 @@ class ReadAhead:
         except Exception as error:
             return error
 
-    def finish(self, job: Future[Any], master: Any) -> Arrival | None:
-        """Waits for a read. Returns its result for a master; None if it had not begun."""
-        outcome = None if job.cancel() else job.result()
+    def finish(self, job: Future[Any], master: Any) -> Arrival:
+        """Waits for a read. Returns its result for a master."""
+        outcome = job.result()
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome and outcome[master]
+        return outcome[master]

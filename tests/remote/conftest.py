@@ -4,8 +4,8 @@ import os
 import pytest
 
 import stepcache as sc
+from stepcache.link.processes import Process
 from stepcache.remote.local_tasks import address
-from stepcache.storage.load_markers import Process
 from tests.remote.processes import RunningTasks, wait_until
 from tests.serving.conftest import ray_session as ray_session
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import stepcache as sc
+from stepcache.link.processes import Process
 from stepcache.remote import starting
 from stepcache.remote.local_tasks import address
-from stepcache.storage.load_markers import Process
 
 
 def directory_of(session):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.link.processes import Process
 from stepcache.remote.coordinator import Output
 from stepcache.remote.local_tasks import LocalTasks, address
-from stepcache.storage.load_markers import Process
 from tests.remote.processes import ServedTasks, directory_of, has_ended, tasks_of, wait_until
 
 ADD = """

@@ -16,11 +16,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 import stepcache as sc
 from stepcache.errors import TaskError
+from stepcache.link.processes import Process
 from stepcache.remote import connection, link, starting
 from stepcache.remote.local_tasks import LocalTasks, address
 from stepcache.remote.messages import Kind, decode, packed
 from stepcache.serving.channel import Channel
-from stepcache.storage.load_markers import Process
 from tests.remote.processes import wait_until
 
 REFUSED = "tasks run in this directory already"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import stepcache as sc
+from stepcache.link.processes import Process
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.serving.channel import Channel
-from stepcache.storage.load_markers import Process
 
 LIMIT_SECONDS = 120
 ROWS = np.ones((2, 1 << 16), np.float32)

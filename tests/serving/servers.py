@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import stepcache as sc
+from stepcache.link.processes import Process
 from stepcache.serving.local_transport import address
-from stepcache.storage.load_markers import Process
 from tests import forking
 
 PROJECT = Path(__file__).parents[2]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from stepcache.errors import VariablesError
+from stepcache.link.processes import Process, _process_of
 from stepcache.serving import durable_host, host_directory
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, Refused, WriteRequest, Written
 from stepcache.serving.tables import TableType
-from stepcache.storage.load_markers import Process, _process_of
 from stepcache.variables.policy import RowOptimizer
 
 LAYOUT = BlockLayout([("w", [1], "float32")])

@@ -23,12 +23,12 @@ import pytest
 
 import stepcache as sc
 from stepcache.errors import VariablesError
+from stepcache.link.processes import Process
 from stepcache.serving import host_directory, local_server, local_transport
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.local_transport import address, joined, splitter
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
-from stepcache.storage.load_markers import Process
 from stepcache.variables.policy import RowOptimizer
 from tests.serving.servers import PROJECT, LocalServer, run_command
 

@@ -3,12 +3,14 @@
 import random
 import threading
 import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
 
 import stepcache as sc
 from stepcache.errors import VariablesError
+from stepcache.serving import read_ahead
 from stepcache.variables.copies import Copies
 from stepcache.variables.plan import SERVER_LINK
 from tests.serving.servers import SIZE, Child, two
@@ -30,7 +32,7 @@ def difference(a, b):
 
 def arrived(connection):
     """Waits for what is read ahead."""
-    connection._read_ahead._worker.flush()
+    wait(set(read_ahead._reading))
 
 
 # ---- an oracle -----------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_what_was_read_ahead_is_one_step_old_and_nobody_waits_for_it(connection,
         arrived(connection)
         theirs.push(ONES)
     assert seen == [0, 0, 1, 2, 3, 4]
-    assert readers == ["MainThread"] + 5 * ["stepcache read ahead"]
+    assert readers == ["MainThread"] + 5 * ["stepcache call"]
 
 
 @pytest.mark.parametrize("cache", [None, "device", "host"])
@@ -235,6 +237,7 @@ def test_the_end_of_a_process_does_not_wait_for_a_read_ahead(engine, tmp_path):
     script, go = tmp_path / "reader.py", tmp_path / "go"
     script.write_text(f"""
 import time
+from concurrent.futures import wait
 from pathlib import Path
 import numpy as np, stepcache as sc
 connection = sc.connect("{server.address}")
@@ -245,7 +248,7 @@ while not Path({str(go)!r}).exists():
     time.sleep(0.01)
 connection.read_ahead([(params._master, sc.variables.masters.Reader(None))])
 time.sleep(0.3)
-print(connection._read_ahead._worker._running is not None, flush=True)
+print(bool(sc.serving.read_ahead._reading), flush=True)
 """)
     reader = Child(tmp_path, script)
     reader.wait_until(lambda: reader.printed()[0] == "ready\n")
