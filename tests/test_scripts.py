@@ -45,7 +45,7 @@ class Run:
 
     @property
     def how(self) -> list[str]:
-        """"compiled", "loaded" from disk, or "shared": of a step of the same run with its module."""
+        """Of each program: compiled, loaded from disk, or shared with a step of this run."""
         words = {"preloaded": "loaded", "disk": "loaded", "memory": "shared"}
         return [words.get(program["how"], program["how"]) for program in self.programs]
 

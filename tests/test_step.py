@@ -646,8 +646,8 @@ def test_what_no_program_can_hold_goes_to_jit_without_a_miss():
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"verify": "off"}, "verify is gone: every program is traced before it runs"),
-        ({"check_every": 1}, "check_every is gone: every program is traced before it runs"),
+        ({"verify": "off"}, "verify is gone: each program is traced before it runs"),
+        ({"check_every": 1}, "check_every is gone: each program is traced"),
         ({"verified": True}, "no option 'verified'"),
     ],
 )
@@ -700,3 +700,13 @@ def test_a_forked_process_gets_an_error_at_once(asked, tmp_path):
         os.waitpid(child, 0)
     assert "forked process" in answer and "spawn" in answer
     assert float(f(np.ones(2))[0]) == 2.0, "the parent goes on"
+
+
+@pytest.mark.skipif(not jaxcompat.PRIVATE_API, reason="it asks for the devices of a backend")
+def test_warming_for_devices_that_are_only_described(monkeypatch):
+    asked, device = [], jax.devices()[1]
+    monkeypatch.setattr(jaxcompat, "live_backend", asked.append)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    with pytest.raises(sc.PlacementError, match="devices that do not exist here") as raised:
+        sc.step(lambda x: x * 2).warm(jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding))
+    assert "step.lower" in str(raised.value) and asked == [{device}]

@@ -297,12 +297,12 @@ class _Settling:
     publication: Publication
 
     def __call__(self) -> None:
-        store, described, publication = self.store, self.described(), self.publication
-        why_not = self.why_not
+        store, publication, why_not = self.store, self.publication, self.why_not
         if (self.source == "compiled" or publication.data) and not why_not:
             why_not = store.publish(publication)
         elif publication.building is not None:
             store.release(publication.building)
+        described = self.described()
         miss = self.miss()  # Before the prediction that it compares with is replaced.
         if why_not:
             miss = dataclasses.replace(miss, not_stored=why_not)

@@ -1,0 +1,206 @@
+"""What the last runs of a script used is loaded before its steps are called: a hint, no proof."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import stepcache as sc
+from stepcache import jaxcompat
+from stepcache.programs import prediction
+from stepcache.programs.prediction import Prediction, Predictions, Preloader, prediction_name
+from stepcache.storage.disk_store import DiskStore
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.CAN_STORE, reason="programs are stored through JAX's private API"
+)
+
+LIMIT_SECONDS = 30
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return DiskStore(tmp_path / "programs")
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What XLA is given to load; it gives that back."""
+    seen = []
+    monkeypatch.setattr(jaxcompat, "load_executable", lambda data, _: seen.append(data) or data)
+    return seen
+
+
+def row(program, step="step", number=0, **other):
+    """That a run has used a program, stored under the digest that its name stands for."""
+    about = {"platform": "cpu", "devices": [0], "file": "", "file_digest": ""} | other
+    fields = (step, f"call of {program}", digest(program), *about.values(), {}, "", "", number)
+    return Prediction(*fields)
+
+
+def digest(program):
+    return f"{sum(program.encode()):064x}"
+
+
+def note(disk, *rows):
+    """A run that uses these."""
+    predictions = Predictions(disk)
+    for each in rows:
+        predictions.note(each, {})
+        name = each.signature.removeprefix("call of ")
+        disk.publish("program", each.program, {}, name.encode())
+    predictions.write()
+
+
+def preloaded(disk):
+    """A preloader that has done all that it does."""
+    preloader = Preloader(disk, Predictions(disk))
+    preloader.start()
+    preloader.preparing.result(LIMIT_SECONDS)
+    for _, load in list(preloader.loads.values()):
+        load.result(LIMIT_SECONDS)
+    return preloader
+
+
+def test_of_each_step_what_its_last_run_used_in_the_order_of_use(disk, loads, monkeypatch):
+    monkeypatch.setattr(prediction, "_LOADERS", 1)
+    note(disk, row("a", number=1), row("b", number=2), row("c", "other", number=3))
+    note(disk, row("d", number=9), row("b", number=5))
+    preloader = preloaded(disk)
+    assert loads == [b"c", b"b", b"d"], "and not what only an earlier run of the step used"
+    found = Predictions(disk)
+    assert found.find("step", "call of a").program == digest("a"), "which explains misses"
+    here = jax.devices("cpu")[:1]
+    assert preloader.take(digest("b"), here) == b"b"
+    assert preloader.take(digest("b"), here) is None, "it is given once"
+    assert preloader.take(digest("d"), jax.devices("cpu")[1:2]) is None
+
+
+def test_what_is_known_is_bounded(disk, loads, monkeypatch):
+    note(disk, *(row(f"{n:03}", number=n) for n in range(40)))
+    assert len(Predictions(disk).of_step("step")) == prediction._ROWS_A_STEP
+    assert Predictions(disk).of_step("step")[0].signature == "call of 039"
+    monkeypatch.setattr(prediction, "_ROWS", 20)
+    note(disk, *(row(f"{n:03}", f"step {n}", n) for n in range(30)))
+    assert len(Predictions(disk).of_last_run()) == 20
+    monkeypatch.setattr(prediction, "_PRELOADED_AT_MOST", 5)
+    preloaded(disk)
+    assert len(loads) == 5
+    monkeypatch.setattr(prediction, "_PRELOADED_BYTES", 3)
+    preloaded(disk)
+    assert len(loads) == 7, "3 bytes each: it stops once there are more"
+
+
+def test_devices_of_its_own_platform_that_there_are(disk, loads):
+    places = [("cpu", [0]), ("tpu", [0]), ("cpu", [0, 99]), ("cpu", [1, 0])]
+    rows = [row(f"{n}", platform=p, devices=d) for n, (p, d) in enumerate(places)]
+    note(disk, *rows)
+    preloaded(disk)
+    assert sorted(loads) == [b"0", b"3"]
+
+
+def test_a_step_whose_file_has_changed_is_left_out(disk, loads, tmp_path):
+    files = [tmp_path / name for name in ("same.py", "changed.py", "gone.py")]
+    for file in files:
+        file.write_text("before")
+    about = [{"file": str(f), "file_digest": prediction.file_digest(str(f))} for f in files]
+    note(disk, *(row(f"{n}", **each) for n, each in enumerate(about)))
+    files[1].write_text("afterward")
+    files[2].unlink()
+    preloaded(disk)
+    assert loads == [b"0"]
+
+
+def test_a_call_waits_for_a_load_under_way(disk, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load(data, devices):
+        begun.set()
+        assert go_on.wait(LIMIT_SECONDS)
+        return data
+
+    monkeypatch.setattr(jaxcompat, "load_executable", load)
+    note(disk, row("a"))
+    preloader = Preloader(disk, Predictions(disk))
+    preloader.start()
+    assert begun.wait(LIMIT_SECONDS)
+    threading.Timer(0.1, go_on.set).start()
+    assert preloader.take(digest("a"), jax.devices()[:1]) == b"a"
+
+
+@pytest.mark.parametrize("how", ["torn", "malformed"])
+def test_an_entry_that_cannot_be_read_predicts_nothing_and_is_replaced(how, disk, loads):
+    note(disk, row("a"))
+    (path,) = disk.root.rglob("entries/prediction/*")
+    if how == "torn":
+        path.write_bytes(path.read_bytes()[:-7])
+    else:
+        disk.publish("prediction", prediction_name(), {}, b"\x93\x01\x02\x03")
+    preloaded(disk)
+    assert loads == [] and Predictions(disk).of_last_run() == []
+    note(disk, row("b"))
+    assert [each.program for each in Predictions(disk).of_last_run()] == [digest("b")]
+
+
+def test_two_processes_that_write_at_once_lose_nothing_of_each_other(disk):
+    one, other = Predictions(disk), Predictions(disk)
+    assert one.of_last_run() == other.of_last_run() == []
+    for each, name in ((one, "a"), (other, "b"), (one, "c")):
+        each.note(row(name), {})
+        each.write()
+    assert {each.signature for each in Predictions(disk).of_step("step")} == {
+        *("call of a", "call of b", "call of c")
+    }
+
+
+def test_a_step_drops_what_it_does_not_use_and_the_next_run_does_without(tmp_path):
+    sources = []
+    for factor in (2, 3, 3):
+        cache = sc.ProgramCache(tmp_path)
+        preloader = cache.store().preloader
+        preloader.preparing.result(LIMIT_SECONDS)
+        foreseen = len(preloader.loads)
+        with sc.Session(cache=cache):
+            step = sc.step(lambda x, factor=factor: x * factor)
+            assert step(np.ones(3))[0] == factor
+            cache.flush()
+        sources.append((foreseen, len(preloader.loads), step.stats().compiles))
+    assert sources == [(0, 0, 1), (1, 0, 1), (1, 0, 0)]
+
+
+SCRIPT = """
+import os, sys, time
+import numpy as np, jax
+import stepcache as sc
+from jax._src import xla_bridge
+
+step = sc.step(lambda x: x * 2 + 1)
+time.sleep(0.3)
+assert not xla_bridge.backends_are_initialized(), "preloading starts no backend"
+if child := os.fork():
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+preloader = sc.current_session().cache.store().preloader
+limit = time.monotonic() + 20
+while child and "wait" in sys.argv and not preloader.loads and time.monotonic() < limit:
+    time.sleep(0.01)
+ahead = len(preloader.loads)
+assert step(np.ones(8))[0] == 3
+print(ahead, len(preloader.loads), step.stats().compiles, step.stats().loads)
+"""
+
+
+def test_a_script_starts_jax_as_it_likes_and_finds_its_programs_loaded(tmp_path):
+    """A child that it forks before has its own devices, and loads what it needs."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = dict(os.environ, STEPCACHE_DIR=str(tmp_path / "programs"), NPROC="8")
+    for word, expected in (("", "0 0 1 0\n0 0 0 1\n"), ("wait", "0 0 0 1\n1 0 0 1\n")):
+        command = [sys.executable, "-W", "ignore", str(file), word]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.stderr) == (expected, "")
