@@ -74,6 +74,7 @@ def test_a_callable_without_weak_references_is_refused_each_time(options):
 
     function = Callable()
     for _ in range(2):
+        step = sc.step(function, **options)
         with pytest.raises(TypeError, match="cannot create weak reference") as error:
-            sc.step(function, **options)
+            step(1.0)
         assert "'__weakref__' has to be one of them" in error.value.__notes__[0]

@@ -22,7 +22,6 @@ from stepcache.jaxcompat.arguments import (
     is_on_host,
     maker_of_arrays,
     stand_in,
-    stand_in_here,
     tree_differences,
     uncommitted,
 )

@@ -44,19 +44,19 @@ def jit(fun: Callable, **options: Any) -> Any:
     empty entry for its address: a second `jax.jit` of what lies there then ends the process, at
     least up to jaxlib 0.12.0. So its place is taken by a function that raises the same.
     """
+    if callable(fun) and not isinstance(fun, staticmethod):  # Of others JAX says what is wrong.
+        try:
+            weakref.ref(fun)
+        except TypeError as error:
+            error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
+            fun = functools.wraps(fun, updated=())(functools.partial(_refuse, error))
     jitted = _jit(fun, **options)
-    try:
-        weakref.ref(fun)
-    except TypeError as error:
-        error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
-        refusal = error
-
-        def refuse(*args: Any, **kwargs: Any) -> None:
-            raise refusal
-
-        jitted = _jit(functools.wraps(fun, updated=())(refuse), **options)
     unhide_methods(jitted)
     return jitted
+
+
+def _refuse(error: Exception, *args: Any, **kwargs: Any) -> None:
+    raise error
 
 
 def unhide_methods(wrapper: Any) -> None:
