@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stepcache.link.processes import Process
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.remote.task_group import TaskGroup
 from stepcache.serving.channel import Channel, Listener
 from stepcache.serving.shared_memory import allow_many_files
-from stepcache.link.processes import Process
 
 RUNS = 200
 _SECONDS = 60  # That one answer may take.

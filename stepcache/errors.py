@@ -58,10 +58,11 @@ class PaddingError(StepCacheError, ValueError):
 
 
 class CarryError(StepCacheError, TypeError):
-    """The first output has another tree, shape or dtype than the carry, or donation conflicts.
+    """The first output has another tree, shape or dtype than the carry."""
 
-    An array that the step donates must not be passed in several places.
-    """
+
+class DonationError(CarryError, RuntimeError):
+    """An array that a step donates is passed in several places."""
 
 
 class CacheDirectoryError(StepCacheError):

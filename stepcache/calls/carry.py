@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from stepcache import jaxcompat
 from stepcache.calls.signature import Call, Leaf, Parameters, short_type
 from stepcache.calls.step_spec import Request, StepSpec
-from stepcache.errors import CarryError
+from stepcache.errors import CarryError, DonationError
 from stepcache.sharding import is_in_type
 from stepcache.variables.packing import Packed
 from stepcache.variables.shares import HostLayout
@@ -81,7 +81,7 @@ _DONATING = ("donate_argnums", "donate_argnames")
 
 
 def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
-    """Raises `CarryError` if a donated array is passed twice in a call.
+    """Raises `DonationError` if a donated array is passed twice in a call.
 
     JAX raises without naming the arguments, and 0.10.2 crashes on several devices.
     """
@@ -99,7 +99,7 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
     for indices in tied:
         taken = [index for index in indices if index in overwrites]
         if len(taken) > 1 and any(overwrites[index] for index in taken):
-            raise CarryError(
+            raise DonationError(
                 f"{spec.name} gets the same array in several places, and donates it",
                 where=", ".join(call.paths[index].text for index in taken),
                 expected="a separate array for each leaf that is carried or donated",

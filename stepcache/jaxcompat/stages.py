@@ -40,23 +40,23 @@ _jit = jax.jit
 def jit(fun: Callable, **options: Any) -> Any:
     """`jax.jit(fun, **options)`, with JAX's own methods whatever attributes `fun` has.
 
-    Raises `TypeError` for a callable without weak references. JAX raises it only when that is
-    called, and keeps an empty entry for its address: a second `jax.jit` of what lies there then
-    ends the process, at least up to jaxlib 0.12.0.
+    For a callable without weak references JAX raises `TypeError` when that is called, and keeps an
+    empty entry for its address: a second `jax.jit` of what lies there then ends the process, at
+    least up to jaxlib 0.12.0. So its place is taken by a function that raises the same.
     """
-    if callable(fun):
-        _check_weak_references(fun)
     jitted = _jit(fun, **options)
-    unhide_methods(jitted)
-    return jitted
-
-
-def _check_weak_references(fun: Callable) -> None:
     try:
         weakref.ref(fun)
     except TypeError as error:
         error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
-        raise
+        refusal = error
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise refusal
+
+        jitted = _jit(functools.wraps(fun, updated=())(refuse), **options)
+    unhide_methods(jitted)
+    return jitted
 
 
 def unhide_methods(wrapper: Any) -> None:

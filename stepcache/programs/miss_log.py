@@ -25,7 +25,7 @@ _KEYS_REMEMBERED = 64
 # The nearest signature is sought among the latest ones, over at most so many leaves in all.
 _LEAVES_COMPARED = 20_000
 _SIZES_WORTH_ADVICE = 3
-_SIZES_REMEMBERED = 32
+_AXES_REMEMBERED, _SIZES_REMEMBERED = 32, 1024
 _MAX_ADVICE = 3
 
 
@@ -136,7 +136,7 @@ class MissLog:
 
     def _remember_values(self, change: Change) -> None:
         for kind, where, before, after in _varying(change):
-            if len(self._values) < _SIZES_REMEMBERED or (kind, change.path, where) in self._values:
+            if len(self._values) < _AXES_REMEMBERED or (kind, change.path, where) in self._values:
                 values = self._values.setdefault((kind, change.path, where), set())
                 if len(values) < _SIZES_REMEMBERED:
                     values |= {before, after}

@@ -1,51 +1,32 @@
 """Reads StableHLO text with source locations into operations, arguments, outputs and settings.
 
-It is no parser: what it does not know stays text. Locations, and the numbers of values and private
-functions, are left out. A constant is no operation: it belongs to the operation that reads it,
-whose line is the one that a user knows.
+It is no parser: what it does not know stays text. Locations and numbers of values are left out. A
+constant belongs to the operation that reads it, whose line is the one that a user knows.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
-TYPE = re.compile(r"tensor<(?:[^<>]|<[^<>]*>)*>|![\w.]+")
-NUMBER = re.compile(r"_\d+$")
-_BRACES = r'\{(?:"(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^{}"])*\}'
+import numpy as np
+
+_TYPE = r"tensor<(?:[^<>]|<[^<>]*>)*>|![\w.]+"
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-_MODULE = re.compile(rf"module @(\S+)(?: attributes ({_BRACES}))?")
-_SETTING = re.compile(r"(\w+) = ([^,{}]+?)(?: : i\d+)?[,}]")
-_ARGUMENT = re.compile(
-    rf"(%arg\d+): ({TYPE.pattern}) ?({_BRACES})?(?: ?loc\((?:{_STRING}|([#\w]+))\))?(?=[,)])"
+_BRACES = rf"\{{((?:{_STRING}|\{{[^{{}}]*\}}|[^{{}}\"])*)\}}"
+_DECLARED = re.compile(
+    rf"(?:%arg\d+: )?({_TYPE}) ?(?:{_BRACES})?(?: ?loc\((?:{_STRING}|([#\w]+))\))?"
 )
-_RESULT = re.compile(rf"({TYPE.pattern}) ?({_BRACES})?")
 _RESULT_NAME = re.compile(rf"jax\.result_info = {_STRING},? ?")
-_OPERATION = re.compile(r'(?:(%\w+)(?::\d+)? = )?"?([\w.]+)"?(?: @(\w+))?(.*)', re.DOTALL)
-_OPERAND = re.compile(r"%\w+(?:#\d+)?")
-_CARRIED = re.compile(r"%iterArg\w* = ")
-_SIGNATURE = re.compile(r" : (?=\(|tensor<|!)")
-_REGION_ARGUMENTS = re.compile(r"\(%\w+: .*\) \{$")
-_APPLIED = re.compile(r" applies stablehlo\.(\w+)")
-_REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product"}
+_OPERATION = re.compile(r'(?:(%\w+)(?::\d+)? = )?"?([\w.]*)"?(?: @(\w+))?(.*)')
+_OPERAND = re.compile(r"(%\w+)(#\d+)?(?: init: | = |, )?")
 _NUMBERED = re.compile(r"@(\w+?)_\d+\b")
 # A callback's number among those of the module; in older versions of JAX, its address.
 _CALLBACK = re.compile(r'backend_config = (?:"\d+"|\{index = \d+ : ui64\}),? ?')
-_FRAME = re.compile(rf"{_STRING}:(\d+):")
-_NAMED = re.compile(rf"{_STRING}\((.*)\)$", re.DOTALL)
-_MOST_FRAMES = 100  # JAX writes ten.
-
-Frame = tuple[str, int, str]  # File, line and function.
-
-
-class Value(NamedTuple):
-    """What an operation reads: its `kind` is "argument", "constant", "result" or "begin"."""
-
-    kind: str
-    shown: str
-    wire: str  # Tells the values of a function apart. Those of results shift with operations.
-    maker: Operation | None = None
+_LOCATION = re.compile(rf"(?:{_STRING}\()?(?:{_STRING}:(\d+):)?")  # "function"("file":line:…
+_SHARDING = re.compile(r"(?:#sdy\.sharding)?<@\w+, \[((?:\{[^{}]*\}(?:, )?)*)\]([^<>]*)>")
+_SHAPED = re.compile(r"tensor<((?:[\d?]+x)*)(\w+)>")
+_DIALECT = re.compile(r"#?\b(?:stablehlo|mhlo|sdy)(?:\.|(?=<))|(?<=\w) : u?i\d+\b")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,172 +35,148 @@ class Operation:
 
     name: str
     text: str
-    operands: list[Value]
+    constants: list[str]
+    read: list[str]  # All that it reads. Numbers of results shift with operations before.
     function: str
-    callee: str
     location: str
+    key: int = 0  # The same for operations that are the same.
 
     @property
-    def attributes(self) -> str:
-        return _SIGNATURE.split(self.text)[0]
-
-    @property
-    def results(self) -> list[str]:
-        """Types of the results. Where only operands have types, the last has that of the result."""
-        _, arrow, types = _SIGNATURE.split(self.text)[-1].rpartition("-> ")
-        return TYPE.findall(types) if arrow else TYPE.findall(types)[-1:]
-
-    @property
-    def constants(self) -> list[str]:
-        return [value.shown for value in self.operands if value.kind == "constant"]
+    def attributes_and_type(self) -> tuple[str, str]:
+        attributes, _, types = self.text.rpartition(" : ")
+        return attributes, types.rpartition("-> ")[2]
 
 
 class ModuleText:
-    """One module.
-
-    Attributes:
-        name: of the function.
-        settings: attributes of the module and its mesh, by name.
-        arguments: name, and type and attributes, of each.
-        outputs: type and attributes by name, and what is returned if no operation makes it.
-        functions: their operations. `callers` has the first call of each.
-    """
+    """One module: its name, and the type and attributes of what it declares, by name."""
 
     def __init__(self, text: str):
         self.name = ""
         self.settings: dict[str, str] = {}
-        self.arguments: list[tuple[str, str]] = []
+        self.arguments: dict[str, str] = {}
         self.outputs: dict[str, str] = {}
-        self.functions: dict[str, list[Operation]] = {}
-        self.callers: dict[str, Operation] = {}
+        self.operations: list[Operation] = []
+        self._callers: dict[str, Operation] = {}  # The first call of each function.
         self._locations: dict[str, str] = {}
-        self._located: dict[str, list[Frame]] = {}
+        self._located: dict[str, list[tuple[str, int, str]]] = {}
         self._function = ""  # The function that is being read, and its values.
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, str] = {}
         self._opened: list[tuple[str, Operation]] = []  # Regions: `cond`, and the operation.
         for line in text.splitlines():
             self._read(line.strip())
 
-    def frames(self, operation: Operation) -> list[Frame]:
-        """Returns the source lines of an operation, the innermost first.
+    def frames(self, operation: Operation) -> list[tuple[str, int, str]]:
+        """Returns file, line and function: the innermost first, then of its function's call."""
+        caller = self._callers.get(operation.function)
+        return self._frames(operation.location) + (self.frames(caller) if caller else [])
 
-        Operations of functions that JAX defines have none; those of the call follow.
-        """
-        found: list[Frame] = []
-        functions: set[str] = set()
-        following: Operation | None = operation
-        while following and following.function not in functions:
-            found += self._frames(following.location)
-            functions.add(following.function)
-            following = self.callers.get(following.function)
-        return found
-
-    def _frames(self, text: str) -> list[Frame]:
-        if frame := _FRAME.match(text):
-            return [(frame[1], int(frame[2]), "")]
-        if named := _NAMED.match(text):
-            inner = self._frames(named[2])
-            return [(file, line, function or named[1]) for file, line, function in inner]
-        found: list[Frame] = []
-        for name in re.findall(r"#loc\d+", text):
+    def _frames(self, text: str) -> list[tuple[str, int, str]]:
+        function, file, line = _LOCATION.findall(text)[0]
+        found = [(file, int(line), "")] if file else []
+        for name in [] if file else re.findall(r"#loc\d+", text):
             if name not in self._located:
-                self._located[name] = []  # Ends a cycle.
                 self._located[name] = self._frames(self._locations.get(name, ""))
             found += self._located[name]
-        return found[:_MOST_FRAMES]
+        return [(file, line, inner or function) for file, line, inner in found[:100]]
 
     def _read(self, line: str) -> None:
         if line.startswith("#loc"):
             name, _, location = line.partition(" = loc(")
             self._locations[name] = location.removesuffix(")")
-        elif module := _MODULE.match(line):
-            self.name = module[1].removeprefix("jit_")
-            self.settings |= dict(_SETTING.findall(module[2] or ""))
-        elif line.startswith("sdy.mesh "):
-            mesh = line.partition(" = <")[2].partition("> {")[0]
-            if not mesh.startswith("[]"):  # Those without axes are JAX's own.
-                self.settings["mesh"] = mesh
+        elif line.startswith("module @"):
+            name, _, self.settings["module"] = line[8:].partition(" attributes ")
+            self.name = name.removeprefix("jit_")
+        elif line.startswith("sdy.mesh @mesh"):  # Others are JAX's own.
+            self.settings["mesh"] = line.partition(" = <")[2].partition("> {")[0]
         elif line.startswith("func.func "):
-            self._read_function(line)
-        elif line and line[0] not in "^)":
+            self._function = line.partition("@")[2].partition("(")[0]
+            self._values, self._opened = {}, []
+            if self._function == "main":
+                arguments, _, results = line.rpartition(") -> ")
+                self._declare("argument", arguments, self.arguments)
+                self._declare("output", results, self.outputs)
+        elif line and not line.startswith(("^", ")", "sdy.mesh ")):
             location = ""
             if line[-1] == ")" and " loc(" in line:
                 line, _, location = line[:-1].rpartition(" loc(")
-            read = self._close_region if line[0] == "}" else self._read_operation
-            read(line, location)
+            if line[0] != "}":
+                self._read_operation(line, location)
+            elif self._opened:
+                _, operation = self._opened.pop()
+                operation.location = location or operation.location
+                if line.endswith("{"):  # Another region of the operation follows, such as `do`.
+                    self._opened.append((line.strip("{} "), operation))
+                else:
+                    operation.text += line.removeprefix("}")
 
-    def _read_function(self, line: str) -> None:
-        named = re.search(r"@(\w+)\(", line)
-        self._function = named[1] if named else ""
-        self.functions[self._function], self._values, self._opened = [], {}, []
-        if self._function != "main":
-            return
-        signature, _, results = line.rpartition(") -> ")
-        for value, type, attributes, name, alias in _ARGUMENT.findall(f"{signature})"):
-            name = name or self._locations.get(alias, "").strip('"') or str(len(self.arguments))
-            self._values[value] = Value("argument", name, str(len(self.arguments)))
-            self.arguments.append((f"argument {name}", f"{type}, {attributes}"))
-        for place, (type, attributes) in enumerate(_RESULT.findall(results)):
-            name = named[1] if (named := _RESULT_NAME.search(attributes)) else str(place)
-            self.outputs[f"output {name}"] = f"{type}, {_RESULT_NAME.sub('', attributes)}"
+    def _declare(self, kind: str, text: str, declared: dict[str, str]) -> None:
+        for type, attributes, _, name, alias in _DECLARED.findall(text):
+            result = _RESULT_NAME.search(attributes)
+            name = name or self._locations.get(alias, "").strip('"') or (result and result[1])
+            attributes = _RESULT_NAME.sub("", attributes)
+            declared[f"{kind} {name or len(declared)}"] = f"{type}, {attributes}"
 
     def _read_operation(self, line: str, location: str) -> None:
-        if not (match := _OPERATION.match(line)):
-            return
-        result, name, callee, rest = match.groups("")
-        listed = self.functions.setdefault(self._function, [])
+        result, name, callee, text = _OPERATION.findall(line)[0]
         if not result and "." not in name and name not in ("return", "call"):
-            self._opened += [(name, operation) for operation in listed[-1:]]  # `cond {`, of `while`
+            self._opened += [(name, each) for each in self.operations[-1:]]  # `cond {`, of `while`
             return
-        name = shown = name.rpartition(".")[2]
-        rest = _REGION_ARGUMENTS.sub("{", rest)
-        operands = [self._value(each) for each in _OPERAND.findall(_CARRIED.sub("", rest))]
+        name = re.sub(r"_\d+$", "", callee).strip("_") or name.rpartition(".")[2]
+        text = re.sub(r"\(%\w+: .*\) \{$", "{", text)
+        read = [self._values.get(base, base) + number for base, number in _OPERAND.findall(text)]
+        constants = [each for each in read if each.startswith("dense")]
         if name == "constant":
-            self._values[result] = Value("constant", rest.strip(), rest)
-            return
-        if name in ("broadcast_in_dim", "convert", "reshape") and operands:
-            if operands[0].kind == "constant":
-                self._values[result] = operands[0]
-                return
-            shown = operands[0].shown
-        elif callee:
-            name = shown = NUMBER.sub("", callee).strip("_")
-            if "callback" in callee:
-                name = shown = "callback to Python"
-        elif name == "compare":
-            direction, _, rest = rest.partition(",")
-            name += direction
-        elif name == "reduce" and (applied := _APPLIED.search(rest)):
-            name = shown = _REDUCTIONS.get(applied[1], f"reduce {applied[1]}")
-            rest = rest[applied.end() :]
-            # What a sum begins with goes without saying, unless it differs.
-            operands[1::2] = [value._replace(kind="begin") for value in operands[1::2]]
-        if self._opened and self._opened[-1][0] == "cond":
-            name = f"loop condition {name}"
-        text = _CALLBACK.sub("", _NUMBERED.sub(r"@\1", _OPERAND.sub("", rest)))
-        operation = Operation(name, text, operands, self._function, callee, location)
-        self._values[result] = Value("result", shown, str(len(listed)), operation)
-        listed.append(operation)
-        if callee:
-            self.callers.setdefault(callee, operation)
-        if line.endswith("{"):
-            self._opened.append(("", operation))
-        if name == "return" and self._function == "main":
-            for output, value in zip(self.outputs, operands, strict=False):
-                if value.kind != "result":
-                    self.outputs[output] += f", {value.shown}"
+            self._values[result] = text.strip()
+        elif name in ("broadcast_in_dim", "convert", "reshape") and constants:
+            self._values[result] = constants[0]
+        else:
+            if self._opened and self._opened[-1][0] == "cond":
+                name = f"loop condition {name}"
+            text = _CALLBACK.sub("", _NUMBERED.sub(r"@\1", _OPERAND.sub("", text)))
+            operation = Operation(name, text, constants, read, self._function, location)
+            self._values[result] = str(len(self.operations))
+            self.operations.append(operation)
+            self._callers.setdefault(callee, operation)
+            if line.endswith("{"):
+                self._opened.append(("", operation))
 
-    def _value(self, name: str) -> Value:
-        base, numbered, number = name.partition("#")
-        shown = "its argument" if base.startswith("%arg") else "a carried value"
-        value = self._values.get(base, Value("result", shown, base))
-        return value._replace(wire=f"{value.wire}#{number}") if numbered else value
 
-    def _close_region(self, line: str, location: str) -> None:
-        if self._opened:
-            _, operation = self._opened.pop()
-            operation.location = location or operation.location
-            if line.endswith("{"):  # Another region of the operation follows, such as `do`.
-                self._opened.append((line.strip("{} "), operation))
-            else:
-                operation.text += line.removeprefix("}")
+def pieces_of(text: str, other: str = "") -> list[str]:
+    """Returns types and attributes that another text does not have, written as JAX does."""
+    text = re.sub(r"tf\.aliasing_output = \d+|jax\.buffer_donor = true", "donation = true", text)
+    text = _SHARDING.sub(r"P(\1)\2", text).replace("{}", "None").replace("()", "")
+    text = re.sub(r'\{("\w+")\}', r"\1", re.sub(r'\{("\w+", [^{}]*)\}', r"(\1)", text))
+    text = _DIALECT.sub("", _SHAPED.sub(_type, text)).replace(" across", "")
+    pieces = [each.strip(" ,") for each in re.split(r",? (?=\w+ ?=)|[{}]", text)]
+    others = ["", *(pieces_of(other) if other else [])]
+    return [piece for piece in pieces if piece not in others]
+
+
+def _type(shaped: re.Match) -> str:
+    name = re.sub(r"^(b?)f(?=\d)", r"\1float", shaped[2].lower())
+    name = "bool" if name == "i1" else re.sub(r"^(u?)i(?=\d)", r"\1int", name)
+    return f"{name}[{shaped[1].rstrip('x').replace('x', ',')}]"
+
+
+def constant_in_words(text: str, other: str) -> str:
+    """A number; or an array, by its first element that is not the same in another."""
+    elements, others = _elements(text), _elements(other)
+    if len(elements) == 1:
+        return str(elements[0])
+    pairs = enumerate(zip(elements, others, strict=False))
+    place = next((place for place, (one, another) in pairs if one != another), 0)
+    return f"{_SHAPED.sub(_type, text.rpartition(' : ')[2])} with [{place}] = {elements[place]!s}"
+
+
+def _elements(text: str) -> np.ndarray | list[str]:
+    """The elements of a constant, one if all are the same; or its text, if numpy cannot read it."""
+    content, _, type = text.removeprefix("dense<").rpartition("> : ")
+    try:
+        dtype = np.dtype(_SHAPED.sub(_type, type).partition("[")[0])
+        if content.startswith(("0x", '"0x')):  # Bits of a number, the highest first; or bytes.
+            data = bytes.fromhex(content.strip('"')[2:])
+            return np.frombuffer(data if content[0] == '"' else data[::-1], dtype)
+        elements = re.findall(r"[^\[\], ]+", content)
+        return np.array([float(each) if "." in each else int(each) for each in elements], dtype)
+    except (TypeError, ValueError):
+        return [content[:60]]

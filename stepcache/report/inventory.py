@@ -130,7 +130,7 @@ def label_of(entry: EntryInfo) -> str:
 
 
 def _seconds_of(entry: EntryInfo) -> dict[str, float]:
-    found = (entry.header or {}).get("seconds")
+    found: Any = (entry.header or {}).get("seconds")
     return found if plain.fits(found, dict[str, float]) else {}
 
 
@@ -165,7 +165,8 @@ def details(store: ProgramStore, entry: EntryInfo, *, with_module: bool = False)
     """Reads an entry, whose header may have been read before."""
     info = store.disk.peek(entry.kind, entry.digest) or entry
     about = info.header or {}
-    captured, module = about.get("captured"), ""
+    captured: Any = about.get("captured")
+    module = ""
     with contextlib.suppress(zlib.error, TypeError, UnicodeDecodeError):
         module = zlib.decompress(about.get("module", b"")).decode() if with_module else ""
     return Details(

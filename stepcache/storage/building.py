@@ -5,7 +5,6 @@ It saves work, and nothing depends on it: where no lock can be had, each compile
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from stepcache.link import file_lock
 from stepcache.link.processes import Process
 
-_LOOKS, _LOOK_SECONDS = 3, 0.01
+_LOOKS, _LOOK_SECONDS = 10, 0.05
 
 
 class Building:
@@ -22,25 +21,12 @@ class Building:
 
     def __init__(self, path: Path):
         self._path, self._pid = path, os.getpid()
-        # Of the file; None where nothing could be locked. It is kept before the file is locked:
-        # an interrupt may come at any moment.
-        self._descriptor: int | None = None
+        self.descriptor: int | None = None  # Of the file; None where nothing could be locked.
         self.is_locked = False  # Whether other processes wait.
-
-    def lock(self) -> bool:
-        """Locks the file of the program; False if another thread or process has. Raises `OSError`.
-
-        `is_locked` remains false where the file was removed meanwhile, when it was released.
-        """
-        self._descriptor = file_lock.open_file(self._path)
-        if not file_lock.lock_opened(self._descriptor):
-            return False
-        self.is_locked = file_lock.is_there(self._path, self._descriptor)
-        return True
 
     def release(self) -> None:
         """Unlocks the program, whether it was compiled or not. Not in a forked child."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self.descriptor = self.descriptor, None
         was_locked, self.is_locked = self.is_locked, False
         if descriptor is not None:
             if was_locked and self._pid == os.getpid():
@@ -49,8 +35,10 @@ class Building:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # At the end of Python, all may be gone before.
+        try:  # noqa: SIM105  (At the end of Python, `contextlib` may be gone before.)
             self.release()
+        except Exception:
+            pass
 
 
 class BuildLock:
@@ -62,20 +50,23 @@ class BuildLock:
     def try_lock(self, digest: str) -> Building | None:
         """Locks a program for `release`; None while another thread or process has locked it."""
         path = self._directory / digest
-        for _ in range(_LOOKS):
+        while True:
             building = Building(path)
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                is_free = building.lock()
+                # The descriptor is kept before it is locked: an interrupt may come at any moment.
+                building.descriptor = file_lock.open_file(path)
+                is_free = file_lock.lock_opened(building.descriptor)
+                building.is_locked = is_free and file_lock.is_there(path, building.descriptor)
             except OSError:
                 break
             if building.is_locked:
                 return building
             building.release()
-            if not (is_free or _is_orphaned(path)):
+            if not is_free and not _is_orphaned(path):
                 return None
-            if not is_free:  # Whoever locked it just now may not have written yet that it did.
-                time.sleep(_LOOK_SECONDS)
+            if not is_free:
+                break
         return Building(path)
 
     def release(self, building: Building) -> None:
@@ -107,6 +98,13 @@ class BuildLock:
 
 
 def _is_orphaned(path: Path) -> bool:
-    """Whether who has locked a file has ended, and a child that it forked has it open."""
-    owner = file_lock.holder(path)
-    return owner is not None and owner.is_local() and owner.has_ended()
+    """Whether who has locked a file has ended, and a child that it forked has it open.
+
+    Or another process has locked it just now, and not written yet that it did. So it looks again.
+    """
+    for _ in range(_LOOKS):
+        owner = file_lock.holder(path)
+        if owner is None or not owner.is_local() or not owner.has_ended():
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True

@@ -82,10 +82,8 @@ class DiskStore:
         self.directory, self.root = directory, Path(os.path.abspath(directory)) / ROOT
         self.quarantined = collections.deque[Refusal](maxlen=_REFUSALS_REMEMBERED)
         self._max_bytes, self._clock = max_bytes, clock
-        self._known_key: bytes | None = None
-        self._not_written_because: str | None = None
-        # Bad entries that could not be moved away.
-        self._shunned: set[tuple[str, str]] = set()
+        self._known_key, self._not_written_because = b"", ""
+        self._shunned: set[tuple[str, str]] = set()  # Bad entries that could not be moved away.
         # How much may be stored before the entries are looked through for what has to leave.
         self._room_bytes = self._unseen_writes = 0
         try:
@@ -105,9 +103,9 @@ class DiskStore:
         private_files.make_directory(self.root)
         for name in ("entries", "tmp", "loading", "quarantine"):
             (self.root / name).mkdir(mode=0o700, exist_ok=True)
-        key = private_files.ensure_key(self.root / "key", self.root / "tmp" / unique_name())
-        self._known_key = key
-        return key
+        temporary = self.root / "tmp" / unique_name()
+        self._known_key = private_files.ensure_key(self.root / "key", temporary)
+        return self._known_key
 
     def _sweep(self) -> None:
         """Removes what processes that were ended have left behind."""
@@ -128,23 +126,20 @@ class DiskStore:
     @property
     def writable(self) -> bool:
         """Whether `publish` still tries to store anything."""
-        return self._not_written_because is None
+        return not self._not_written_because
 
     def vouch(self, what: bytes) -> bytes:
-        """The HMAC of bytes under this directory's key. `what` begins with their purpose.
-
-        Raises `OSError` if there is no key.
-        """
+        """The HMAC of bytes under this directory's key. Raises `OSError` if there is none."""
         return hmac.digest(self._key(), what, "sha256")
 
     def _key(self, *, anew: bool = False) -> bytes:
         """The key; with `anew`, the one that another process may have put there since."""
-        if anew or self._known_key is None:
+        if anew or not self._known_key:
             with contextlib.suppress(CacheDirectoryError, OSError):
                 private_files.check_directory(self.root.parent)
                 private_files.check_directory(self.root)
                 self._known_key = private_files.load_key(self.root / "key") or self._known_key
-        if self._known_key is None:
+        if not self._known_key:
             raise OSError(errno.EAGAIN, "there is no key to check it with", str(self.directory))
         return self._known_key
 
@@ -289,13 +284,10 @@ class DiskStore:
             self._not_written_because = why or str(error).partition("\n")[0]
 
     def _make_room(self, stored_bytes: int, keep: Path) -> None:
-        """Removes what has to leave for the bound to hold, after so many bytes were stored.
-
-        All entries are looked through where they may be near the bound, and now and then, as other
-        processes store some too.
-        """
+        """Removes what has to leave for the bound to hold, after so many bytes were stored."""
         if self._max_bytes is None:
             return
+        # All are looked through near the bound, and now and then: other processes store some too.
         self._room_bytes -= stored_bytes
         self._unseen_writes += 1
         is_near = self._room_bytes < self._max_bytes // 8
@@ -379,10 +371,8 @@ class DiskStore:
         """
         path, quarantine = self._path(kind, digest), self.root / "quarantine"
         self.quarantined.append(Refusal(kind, digest, reason))
-        _log.warning(
-            "stepcache does not use what is stored as %s %s in %s: %s",
-            *(kind, digest, self.directory, reason),
-        )
+        what = "stepcache does not use what is stored as %s %s in %s: %s"
+        _log.warning(what, kind, digest, self.directory, reason)
         number = f"{round(self._clock() * 1e6):020d}"  # So that names sort by age.
         try:
             if seen is not None and not os.path.samestat(seen, path.lstat()):

@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 class Requests:
-    """Runs requests in daemon threads, which are there from the first request on.
-
-    They stay: when Python ends it starts none any more, and programs are written then.
-    """
+    """Runs requests in daemon threads. They stay, as Python starts none any more when it ends."""
 
     def __init__(self, name: str, threads: int):
         self._name, self._to_start = name, threads
@@ -114,12 +111,10 @@ class ObjectStore:
             return LocalStore(self._place.directory, mkdir=self._place.writable)
         endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
         wait = {"init_backoff": timedelta(seconds=0.05), "max_backoff": timedelta(seconds=1)}
-        retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=30)}
-        options: dict[str, Any] = {
-            "client_options": _CLIENT | {"allow_http": endpoint.startswith("http:")},
-            "retry_config": {**retries, "backoff": wait | {"base": 2}},
-        }
-        return from_url(self._place.url, **options)
+        retries: Any = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=30)}
+        retries["backoff"] = {**wait, "base": 2}
+        client: Any = _CLIENT | {"allow_http": endpoint.startswith("http:")}
+        return from_url(self._place.url, client_options=client, retry_config=retries)
 
     def get(self, name: str) -> bytes:
         """The bytes of a name."""

@@ -56,10 +56,7 @@ def absolute(directory: str | os.PathLike, where: str) -> Path:
 def make_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -> None:
     """Makes a directory for this user alone, its missing parents too, or checks the one there is.
 
-    Args:
-        path: the directory.
-        of: what the directory is of, for errors.
-        elsewhere: what to do if it cannot be used, for errors.
+    Errors say what it is the directory `of`, and what to do if it cannot be used.
 
     Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
     """
@@ -123,10 +120,8 @@ def load_key(path: Path) -> bytes | None:
 def secret_in(path: Path, where: str) -> bytes:
     """What a user's file holds that nobody else can read, without white space around it.
 
-    It may be a link, and belong to root where only root's group reads it. `where` is the option or
-    variable that names it.
-
-    Raises `CacheDirectoryError` if others can read or change it, or it is too short or missing.
+    It may be a link, and belong to root where only root's group reads it. Errors say `where` it is
+    named. Raises `CacheDirectoryError` if others can read it, or it is too short or missing.
     """
     others, user = stat.S_IRWXG | stat.S_IRWXO, os.geteuid()
     try:
@@ -155,9 +150,7 @@ def ensure_key(path: Path, temporary: Path) -> bytes:
     """The key in a file, made where there is none and replaced where it is damaged.
 
     Several processes may do this at once; all get the same key. `temporary` is a path on the same
-    file system that no other process uses.
-
-    Raises `OSError` if the key cannot be written.
+    file system that no other process uses. Raises `OSError` if the key cannot be written.
     """
     for _ in range(_ATTEMPTS):
         key = load_key(path)

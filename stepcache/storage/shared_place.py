@@ -31,9 +31,7 @@ class Place:
 
     @classmethod
     def of(cls, url: str, where: str) -> Place:
-        """The place that a URL names, as the environment says besides.
-
-        `where` is the option or variable that it was given in.
+        """The place that a URL names, which an option or variable, `where`, has given.
 
         Raises `OptionError` if the URL, or a variable of the environment, makes no sense, and
         `CacheDirectoryError` if there is no key that can be trusted.

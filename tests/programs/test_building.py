@@ -40,7 +40,7 @@ def test_one_at_a_time(lock, tmp_path):
     other = BuildLock(tmp_path / "building")
     building = lock.try_lock(DIGEST)
     assert building.is_locked and other.try_lock(DIGEST) is None
-    assert not os.get_inheritable(building._descriptor)
+    assert not os.get_inheritable(building.descriptor)
     assert not other.is_held_by_a_live_process(DIGEST), "it is this process's"
     assert other.try_lock("ab").is_locked
     lock.release(building)
@@ -72,7 +72,7 @@ def test_the_lock_of_a_killed_process_is_free(lock):
 def test_a_child_that_releases_the_lock_of_its_parent_does_nothing(lock):
     building = lock.try_lock(DIGEST)
     child = copy.copy(building)
-    child._pid, child._descriptor = 1, os.dup(building._descriptor)
+    child._pid, child.descriptor = 1, os.dup(building.descriptor)
     child.release()
     assert lock.try_lock(DIGEST) is None and building.is_locked
 
@@ -105,7 +105,8 @@ def test_what_is_released_is_free_though_children_have_it_open(lock):
         """,
     )
     assert holder.stdout.readline() == "released\n"
-    assert not lock.is_held_by_a_live_process(DIGEST) and lock.try_lock(DIGEST).is_locked
+    assert not lock.is_held_by_a_live_process(DIGEST)
+    assert lock.try_lock(DIGEST).is_locked
     holder.wait()
 
 
