@@ -27,7 +27,7 @@ from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore
 
 _PARTS = {"argument": "argument", "static": "static", "option": "options", "mesh": "mesh"}
-_PARTS |= {"config": "config", "environment": "environment", "package": "package"}
+_PARTS |= {"config": "config", "environment": "environment", "package": "package", "holder": "tree"}
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -47,9 +47,11 @@ class Described:
 
 def describe(label: str, request: Request) -> Described:
     """Describes a call of the step of this label, by its paths and types, not by its values."""
-    key, call = request.key, {}
-    for path, leaf in zip(request.call.paths, request.leaves, strict=True):
+    key, call, shown = request.key, {}, request.shown
+    for path, leaf in zip(shown.paths, shown.signature.leaves, strict=True):
         call[f"argument {path.text}"] = _leaf_text(leaf)
+        if path.holder:
+            call[f"holder {path.argument}"] = path.holder
     for static in key.signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
     options = {name: value for name, value in key.options if value not in (None, ())}
@@ -103,10 +105,11 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Ch
     """What differs between two calls, or two environments."""
     changes = []
     for name in dict.fromkeys((*after, *before)):
-        old, new = before.get(name, "absent"), after.get(name, "absent")
+        kind, _, rest = name.partition(" ")
+        nothing = "arrays" if kind == "holder" else "absent"
+        old, new = before.get(name, nothing), after.get(name, nothing)
         if old != new:
-            kind, _, rest = name.partition(" ")
-            path = rest if kind in ("argument", "static", "option") else name
+            path = rest if kind in ("argument", "holder", "static", "option") else name
             changes.append(Change(_PARTS.get(kind, kind), path, shorten(old), shorten(new)))
     return tuple(changes)
 

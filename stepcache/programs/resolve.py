@@ -348,9 +348,9 @@ def _explained(
 
 def _without_arrays(request: Request) -> Request:
     """A request for `describe`, which needs paths and types, and no values."""
-    call = dataclasses.replace(request.call, leaves=[], args=(), kwargs={}, given=((), {}))
-    vars(call)["paths"] = request.call.paths
-    return dataclasses.replace(request, call=call, tell=lambda call: call)
+    call = dataclasses.replace(request.shown, leaves=[], args=(), kwargs={}, given=((), {}))
+    vars(call)["paths"] = request.shown.paths
+    return dataclasses.replace(request, call=call, tell=lambda _: call)
 
 
 def _how_resolved(program: Program, remote_bytes: int | None = None) -> dict[str, Any]:

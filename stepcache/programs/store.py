@@ -150,16 +150,20 @@ class ProgramStore:
         """
         if self._locks is None:
             return None
-        building = self._locks.try_lock(compilation.digest)
-        if building is not None:
-            if not self.disk.holds("program", compilation.digest):
-                return building
-            self._locks.release(building)  # It was stored between the two looks.
-            return self.find(compilation, stage)
-        with stage("wait"):
-            while self._locks.is_held_by_a_live_process(compilation.digest):
-                time.sleep(_POLL_SECONDS)
-        return self.find(compilation, stage)
+        digest = compilation.digest
+        while True:
+            building = self._locks.try_lock(digest)
+            if building is not None:
+                if not self.disk.holds("program", digest):
+                    return building
+                self._locks.release(building)  # It was stored between the two looks.
+                return self.find(compilation, stage)
+            with stage("wait"):
+                while self._locks.is_held_by_a_live_process(digest):
+                    time.sleep(_POLL_SECONDS)
+            found = self.find(compilation, stage)
+            if found is not None or not self._locks.was_left(digest):
+                return found  # Else it was killed, and one of those that wait takes over.
 
     def release(self, building: Building) -> None:
         """Lets other processes compile a program, where this one did not."""

@@ -73,6 +73,14 @@ class BuildLock:
         """Unlocks a program."""
         building.release()
 
+    def was_left(self, digest: str) -> bool:
+        """Whether the process that had locked a program ended before it could release it.
+
+        Or another one has taken over from it.
+        """
+        path = self._directory / digest
+        return path.exists() and file_lock.holder(path) != Process.current()
+
     def is_held_by_a_live_process(self, digest: str) -> bool:
         """Whether another process, which has not ended, has locked a program.
 

@@ -164,7 +164,7 @@ def test_the_program_is_found_on_disk(mesh, tmp_path):
         def function(state, batch):
             return train(state, batch)
 
-        step, cache = sc.step(function, carry="state"), sc.ProgramCache(tmp_path, verify="before")
+        step, cache = sc.step(function, carry="state"), sc.ProgramCache(tmp_path)
         with sc.Session(mesh_of(mesh), cache=cache):
             state = {"params": sc.Variables(tree()), "moments": on_host()}
             for _ in range(2):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="programs are stored through JAX's private API"
 )
 
-BUILT, WITHOUT_COMPILING, WITHOUT_A_TRACE = (1, 1, 0), (1, 0, 1), (0, 0, 1)
+BUILT, LOADED = (1, 1, 0), (1, 0, 1)
 
 SOURCE = """
 RATE = 0.5
@@ -57,7 +57,7 @@ def live(tmp_path, source=SOURCE, make=tree, calls=2, session=None, look=None, p
     module.__dict__.update(jax=jax, jnp=jnp, np=np, sc=sc, __file__=str(path))
     sys.modules["life"] = module
     exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-    cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+    cache = sc.ProgramCache(tmp_path / "programs")
     with sc.Session(session, cache=cache):
         variables = sc.Variables(make(), pack=pack)
         if look is not None:
@@ -77,12 +77,12 @@ def levels(step):
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
-def test_a_second_life_starts_without_a_trace(on_mesh, tmp_path, mesh):
+def test_a_second_life_compiles_nothing(on_mesh, tmp_path, mesh):
     session = mesh if on_mesh else None
     first, variables = live(tmp_path, session=session)
     assert levels(first) == BUILT
     second, again = live(tmp_path, session=session)
-    assert levels(second) == WITHOUT_A_TRACE, second.last_miss
+    assert levels(second) == LOADED, second.last_miss
     assert_same(variables.value, again.value)
     assert again.version == 2
 
@@ -94,7 +94,7 @@ def test_the_plain_tree_and_variables_are_two_programs(tmp_path):
         step(jax.tree.map(jnp.asarray, tree()), BATCH)
 
     step, _ = live(tmp_path, look=plain)
-    assert (step.stats().traces, step.stats().compiles, step.stats().loads) == (1, 1, 1)
+    assert (step.stats().compiles, step.stats().loads) == (1, 1)
 
 
 def test_the_first_start_with_variables_says_only_that(tmp_path):
@@ -106,22 +106,10 @@ def test_the_first_start_with_variables_says_only_that(tmp_path):
     live(tmp_path, look=plain, calls=0)
     step, _ = live(tmp_path, calls=1)
     assert step.last_miss.reason == "other run"
-    assert [str(each) for each in step.last_miss.changes] == ["step: arrays → Variables"]
-
-
-def test_a_change_of_code_is_named_beside_the_first_variables(tmp_path):
-    def plain(step, variables):
-        step(jax.tree.map(jnp.asarray, tree()), BATCH)
-
-    live(tmp_path, look=plain, calls=0)
-    step, _ = live(tmp_path, SOURCE.replace('state["n"] + 1', 'state["n"] + 2'), calls=1)
-    changes = {str(each) for each in step.last_miss.changes}
-    assert changes == {"life.py:step: its code changed", "step: arrays → Variables"}
+    assert [str(each) for each in step.last_miss.changes] == ["state: arrays → Variables"]
 
 
 def test_two_programs_of_one_step_are_both_found(tmp_path):
-    """Nothing that building the one has left behind is taken for a change of the other."""
-
     def both(step, variables):
         step(variables, np.ones((4, 2), np.float32))
         step(variables, BATCH, np.ones(3, np.float32))
@@ -135,16 +123,16 @@ def test_two_programs_of_one_step_are_both_found(tmp_path):
     first, _ = live(tmp_path, look=both)
     assert first.stats().compiles == 4
     second, _ = live(tmp_path, look=other_way)
-    assert (second.stats().traces, second.stats().loads) == (0, 4), second.last_miss
+    assert (second.stats().compiles, second.stats().loads) == (0, 4), second.last_miss
 
 
 @pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("RATE = 0.5", "RATE = 0.25", "RATE: 0.5 → 0.25"),
+        ("RATE = 0.5", "RATE = 0.25", "0.25"),
         ("leaf * RATE + 1", "leaf * RATE + 2", "updated"),
-        ('state["n"] + 1', 'state["n"] + 2', "step"),
+        ('state["n"] + 1', 'state["n"] + 2', "in step"),
     ],
 )
 def test_a_change_of_the_function_is_seen(old, new, told, tmp_path):
@@ -153,14 +141,8 @@ def test_a_change_of_the_function_is_seen(old, new, told, tmp_path):
     assert levels(changed) == BUILT
     assert told in str(changed.last_miss)
     again, after = live(tmp_path, SOURCE.replace(old, new))
-    assert levels(again) == WITHOUT_A_TRACE
+    assert levels(again) == LOADED
     assert_same(variables.value, after.value)
-
-
-def test_a_comment_or_another_line_is_no_change(tmp_path):
-    live(tmp_path)
-    again, _ = live(tmp_path, "# A comment.\n\n" + SOURCE.replace("RATE = 0.5", "RATE = 0.5  # !"))
-    assert levels(again) == WITHOUT_A_TRACE, again.last_miss
 
 
 @pytest.mark.sample(every=2)
@@ -169,23 +151,22 @@ def test_a_comment_or_another_line_is_no_change(tmp_path):
     [
         {"b": np.ones((3, 1), np.float32)},
         {"b": np.ones(3, jnp.bfloat16)},
-        {"n": np.int32(0)},
         {"b": [np.ones(3, np.float32)]},
         {"key": jax.random.key(0, impl="rbg")},
     ],
     ids=str,
 )
-def test_another_tree_is_another_program(change, tmp_path):
+def test_another_tree_is_found_again(change, tmp_path):
     live(tmp_path)
     other, variables = live(tmp_path, make=lambda: {**tree(), **change})
-    assert levels(other)[0] == 1, "it was traced"
+    assert levels(other) in (BUILT, LOADED), "a module knows no names"
     again, after = live(tmp_path, make=lambda: {**tree(), **change})
-    assert levels(again) == WITHOUT_A_TRACE
+    assert levels(again) == LOADED
     assert_same(variables.value, after.value)
 
 
-def test_leaves_in_another_order_or_under_other_names_are_another_program(tmp_path):
-    """The buffers are the same, and what lies where is not."""
+def test_leaves_in_another_order_or_under_other_names_are_read_where_they_lie(tmp_path):
+    """The buffers are the same, and so may the module be: what lies where is not."""
     source = """
     @sc.step(carry="state")
     def step(state, batch):
@@ -198,7 +179,7 @@ def test_leaves_in_another_order_or_under_other_names_are_another_program(tmp_pa
     for leaves in ({"a": 1, "b": 2}, {"Z": 0, "a": 1}, {"a": 1, "c": 2}):
         step, variables = live(tmp_path, source, make(**leaves), calls=1)
         assert float(variables.value["a"][0]) == 2
-        assert levels(step)[0] == 1, "it was traced"
+        assert sum(levels(step)[1:]) == 1
 
 
 def test_packed_leaves_are_another_program(tmp_path):
@@ -207,10 +188,10 @@ def test_packed_leaves_are_another_program(tmp_path):
     assert len(variables._layout.buffers) < len(variables._layout.slots)
     assert levels(other) == BUILT
     again, after = live(tmp_path, pack=True)
-    assert levels(again) == WITHOUT_A_TRACE
+    assert levels(again) == LOADED
     assert_same(variables.value, after.value)
     first, _ = live(tmp_path)
-    assert levels(first) == WITHOUT_A_TRACE
+    assert levels(first) == LOADED
 
 
 def test_explain_tells_before_and_after(tmp_path):
@@ -223,7 +204,7 @@ def test_explain_tells_before_and_after(tmp_path):
     assert not said[0].hit and variables.version == 2
     assert step.stats().misses == 1, "explaining builds nothing"
     second, _ = live(tmp_path, look=look)
-    assert not said[1].hit and "on disk" in str(said[1])
+    assert not said[1].hit and said[1].predicted and "on disk" in str(said[1])
     with sc.Session(cache=sc.ProgramCache(None)):
         variables = sc.Variables(tree(), name="table")
         second(variables, BATCH)
@@ -236,22 +217,10 @@ def test_warm_in_a_second_life(tmp_path):
 
     def warm(step, variables):
         step.warm(variables, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))
-        assert levels(step) == WITHOUT_A_TRACE
+        assert levels(step) == LOADED
 
     step, _ = live(tmp_path, look=warm)
-    assert levels(step) == WITHOUT_A_TRACE
-
-
-def test_a_verified_program_agrees(tmp_path):
-    live(tmp_path)
-    cache = sc.ProgramCache(tmp_path / "programs", verify="before")
-    with sc.Session(cache=cache):
-        step = sys.modules["life"].step
-        step.clear_cache()
-        variables = sc.Variables(tree())
-        step(variables, BATCH)
-    cache.flush()
-    assert step.stats().compiles == 1 and variables.version == 1
+    assert levels(step) == LOADED
 
 
 def test_variables_of_the_same_layout_share_a_place_in_a_call(tmp_path):
@@ -263,7 +232,7 @@ def test_variables_of_the_same_layout_share_a_place_in_a_call(tmp_path):
     """
 
     def call(order):
-        cache = sc.ProgramCache(tmp_path / "programs", verify="off")
+        cache = sc.ProgramCache(tmp_path / "programs")
         module = types.ModuleType("life")
         path = tmp_path / "life.py"
         path.write_text(textwrap.dedent(source))
@@ -280,4 +249,4 @@ def test_variables_of_the_same_layout_share_a_place_in_a_call(tmp_path):
     for order, expected in orders.items():
         assert call(order)[0] == expected
     for order, expected in orders.items():
-        assert call(order) == (expected, WITHOUT_A_TRACE)
+        assert call(order) == (expected, LOADED)
