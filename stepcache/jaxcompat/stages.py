@@ -44,7 +44,6 @@ def jit(fun: Callable, **options: Any) -> Any:
     empty entry for its address: a second `jax.jit` of what lies there then ends the process, at
     least up to jaxlib 0.12.0. So its place is taken by a function that raises the same.
     """
-    jitted = _jit(fun, **options)
     try:
         weakref.ref(fun)
     except TypeError as error:
@@ -54,7 +53,9 @@ def jit(fun: Callable, **options: Any) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise refusal
 
-        jitted = _jit(functools.wraps(fun, updated=())(refuse), **options)
+        if callable(fun):  # Else JAX says so.
+            fun = functools.wraps(fun, updated=())(refuse)
+    jitted = _jit(fun, **options)
     unhide_methods(jitted)
     return jitted
 
