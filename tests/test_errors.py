@@ -64,7 +64,7 @@ def test_an_error_as_one_line_ends_without_a_colon():
 
 @pytest.mark.parametrize("options", [{}, {"carry": "x"}])
 def test_a_callable_without_weak_references_is_refused_each_time(options):
-    """A second `jax.jit` of it would end the process."""
+    """When it is called, as by `jax.jit`; a second `jax.jit` of it would end the process."""
 
     class Callable:
         __slots__ = ()

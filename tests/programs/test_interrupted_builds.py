@@ -52,7 +52,7 @@ HOOKS = codes_of(
 BUILD = codes_of(
     *(build.build, build.trace, stages.Staged.lower, stages.Staged.compile),
     *(store.ProgramStore.find, store.ProgramStore.lock_or_find, building.BuildLock.try_lock),
-    *(building.Building.__init__, building.Building.lock, building.file_lock.lock_opened),
+    *(building.Building.__init__, building.file_lock.lock_opened),
     resolve.Resolver.resolve,
 )
 

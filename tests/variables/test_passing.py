@@ -395,12 +395,14 @@ def ones(*shape):
 def test_a_miss_names_the_leaves_of_variables(before, after, expected):
     step = sc.step(lambda state, x: (state, x), carry="state")
     step(sc.Variables(before), 1.0)
-    foreseen = step.explain(sc.Variables(after), 1.0).miss
-    with sc.no_recompile(), pytest.raises(sc.RecompileError) as raised:
-        step(sc.Variables(after), 1.0)
+    misses = [step.explain(sc.Variables(after), 1.0).miss]
+    types = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+    if types[0] != types[1]:  # Else the two have the same module, which is not compiled again.
+        with sc.no_recompile(), pytest.raises(sc.RecompileError) as raised:
+            step(sc.Variables(after), 1.0)
+        misses.append(raised.value.miss)
     step(sc.Variables(after), 1.0)
-    for miss in (foreseen, raised.value.miss, step.last_miss):
-        assert changes(miss) == expected
+    assert [changes(miss) for miss in (*misses, step.last_miss)] == [expected] * (len(misses) + 1)
 
 
 def test_a_miss_names_leaves_wherever_variables_stand():
