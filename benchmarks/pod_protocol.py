@@ -208,9 +208,9 @@ class Rank:
 
     def agree(self, way: str) -> None:
         """What `programs.pods.shared_build` does about a new program, without the program."""
+        from stepcache.link import plain
         from stepcache.programs.pods import reports
         from stepcache.programs.pods.shared_build import _merge_errors
-        from stepcache.storage import plain
 
         self._keys += 1
         key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
@@ -304,7 +304,6 @@ def work(
 def pod(count: int, quick: bool, cases: Sequence[str]) -> None:
     """Forks a pod, and prints the costs of its cases as JSON, one a line."""
     import jax  # noqa: F401
-
     import stepcache.programs.pods.shared_compile  # noqa: F401
 
     with socket.socket() as free:

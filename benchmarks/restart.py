@@ -155,9 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small case, one round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--work", choices=("jax", "late", "early"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--work", choices=("jax", "late", "early"), help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()

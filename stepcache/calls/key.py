@@ -39,15 +39,11 @@ def identity(fun: Callable) -> Identity:
             return known
         made = Identity(next(_numbers))
         try:
-            reference = weakref.ref(fun, functools.partial(_forget, id(fun)))
+            reference = weakref.ref(fun, functools.partial(_known.pop, id(fun)))
         except TypeError:
             return Identity(made.number, shared=False)
         _known[id(fun)] = (reference, made)
         return made
-
-
-def _forget(key: int, _: weakref.ref) -> None:
-    _known.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,10 +61,8 @@ def step_label(fun: Any) -> str:
     """How to name a step in any process: by its file and name."""
     inner = definition_of(fun)
     if inner is None:
-        kind = type(fun)
-        return f"{kind.__module__}:{kind.__qualname__}"
-    module = getattr(inner, "__module__", None)
-    return f"{file_label(inner.__code__.co_filename, module)}:{inner.__qualname__}"
+        return f"{type(fun).__module__}:{type(fun).__qualname__}"
+    return f"{file_label(inner.__code__.co_filename, inner.__module__)}:{inner.__qualname__}"
 
 
 def function_name(fun: Any) -> str:

@@ -19,7 +19,7 @@ from stepcache.distributed.failure_detection import Watch
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Unreachable
-from stepcache.storage import plain
+from stepcache.link import plain
 from stepcache.units import readable_ranks, spans_of
 
 MAX_SIDES = 8

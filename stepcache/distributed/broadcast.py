@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stepcache.distributed.failure_detection import Watch
-from stepcache.storage import plain
+from stepcache.link import plain
 
 CHUNK_BYTES = 1 << 20
 """The coordination service bounds the size of a message."""

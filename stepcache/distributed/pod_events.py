@@ -16,7 +16,7 @@ from typing import Any
 from stepcache.distributed.hang_report import Row
 from stepcache.distributed.service_calls import LimitedService
 from stepcache.jaxcompat.coordination import Service, Unreachable
-from stepcache.storage import plain
+from stepcache.link import plain
 
 ANSWER_SECONDS = 5.0
 """How long a process may take to answer a roll call."""

@@ -22,7 +22,7 @@ from stepcache.distributed.global_arrays import is_key, spans_processes
 from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.storage import plain
+from stepcache.link import plain
 from stepcache.units import counted
 
 Groups = dict[tuple[int, ...], dict[str, str]]

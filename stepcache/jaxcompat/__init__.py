@@ -14,6 +14,7 @@ from stepcache.jaxcompat.arguments import (
     Tracer,
     abstract,
     argument_roles,
+    committed,
     custom_layout,
     default_device,
     explicit_transfer,
@@ -23,7 +24,6 @@ from stepcache.jaxcompat.arguments import (
     maker_of_arrays,
     stand_in,
     tree_differences,
-    uncommitted,
 )
 from stepcache.jaxcompat.contexts import (
     ContextToken,

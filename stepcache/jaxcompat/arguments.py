@@ -72,17 +72,12 @@ def abstract(x: Any) -> Any:
     return jax.typeof(x)
 
 
-def uncommitted(array: jax.Array) -> jax.Array:
-    """The same array, in the same memory, but free to follow the others that it meets.
+def committed(array: jax.Array, is_committed: bool = True) -> jax.Array:
+    """The same array, in the same memory, committed to its device or free to follow others.
 
     JAX commits whatever has been in a memory that was named. There is no public way back, and
     without the private one the array is returned as it is.
     """
-    return committed(array, False)
-
-
-def committed(array: jax.Array, is_committed: bool = True) -> jax.Array:
-    """The same array, in the same memory, committed to its device or not."""
     if not PRIVATE_API or not isinstance(array, jax.Array) or array.committed == is_committed:
         return array
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -84,9 +84,7 @@ _TRACE_SETTINGS = (
     "jax_softmax_custom_jvp",
     "jax_debug_key_reuse",
 )
-
-
-_MISSING = ()
+_MISSING = ()  # What `setting` gives then.
 
 
 def setting(name: str) -> Any:

@@ -20,7 +20,6 @@ from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import core, xla_bridge
-    from jaxlib import xla_client
 
 
 def devices_text(devices: Iterable[tuple[str, int]]) -> str:
@@ -152,15 +151,6 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
         "environment backend": f"{backend} {device.client.platform_version}".strip(),
         "environment device kind": own.device_kind,
     }
-    if jax.process_count() > 1:  # XLA's fingerprint of a pod differs between its processes.
-        kinds = ", ".join(sorted({each.device_kind for each in jax.devices(backend)}))
-        facts["environment topology"] = f"{kinds} in {jax.process_count()} processes"
-    elif PRIVATE_API:
-        try:
-            topology = xla_client.get_topology_for_devices([device])
-            facts["environment topology"] = f"{topology.fingerprint():x}"
-        except Exception as error:
-            facts["environment topology"] = f"unknown ({type(error).__name__})"
     if backend == "cpu":
         facts["environment CPU"] = cpu_features()
     return tuple(facts.items())

@@ -14,7 +14,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.tree_util import keystr
@@ -28,12 +28,9 @@ from stepcache.calls.nnx_modules import checking_modules, passes_modules
 from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
-from stepcache.programs.store import ProgramStore
+from stepcache.programs.store import ProgramStore, Publication
 from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
-
-if TYPE_CHECKING:
-    from stepcache.programs.pods.shared_build import Together
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +92,6 @@ class NotHoldable(Exception):
     """The program depends on captured objects, so that only `jax.jit` can run it."""
 
 
-@dataclass(slots=True)
-class Built:
-    """A program that was just built, and what its publication needs."""
-
-    program: Program
-    module: Callable[[], str]  # Gives the lowered module as text, with locations.
-    building: Building | None = None  # The lock under which it was compiled.
-    data: bytes = b""  # The executable, where it was serialized here or on another rank.
-
-
 def build(
     spec: StepSpec,
     request: Request,
@@ -112,9 +99,9 @@ def build(
     held: Callable[[jaxcompat.Compilation], Any],
     store: ProgramStore | None,
     before_compiling: Callable[[Callable[[], str], str], None],
-    together: Together | None = None,
-) -> Built:
-    """Builds the program of a call.
+    together: Any = None,
+) -> tuple[Program, Publication]:
+    """Builds the program of a call; returns it, and what is needed to store it.
 
     Args:
         spec: the step.
@@ -125,7 +112,7 @@ def build(
         store: the executables outside this process; None where there are none.
         before_compiling: called when XLA has to compile, with what gives the lowered module as
             text, and the digest; it may raise.
-        together: the part of this process where those of a pod build the program together.
+        together: the `Together` of this process where those of a pod build the program together.
 
     Raises:
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
@@ -182,12 +169,13 @@ def build(
                 with stage("agree"):
                     together.conclude()
     except BaseException:
-        if building is not None and store is not None:
-            store.release(building)
+        if building is not None:
+            building.release()
         raise
     captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
-    return Built(program, module, building)
+    about = module, stopwatch.seconds, captured, building
+    return program, Publication(digest, run.xla_executable, *about)
 
 
 def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:

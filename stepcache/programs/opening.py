@@ -101,27 +101,23 @@ def look_ahead() -> None:
     name another one.
     """
 
-    def open_it(path: Path, opened: Future[ProgramStore | None]) -> None:
-        try:
-            store = open_store(path, DEFAULT_DISK_BYTES, 0.0, place_in_environment())
-            store.begin()
-            opened.set_result(store)
-        except BaseException:
-            opened.set_result(None)  # Whoever opens it for good hears of it.
-
     with contextlib.suppress(Exception):
         is_script = hasattr(sys.modules.get("__main__"), "__file__")
         path = default_directory() if is_script and jaxcompat.CAN_STORE else None
-        if (
-            path is None
-            or not (path / ROOT / "entries" / "prediction" / prediction_name()).exists()
-        ):
+        known = path and path / ROOT / "entries" / "prediction" / prediction_name()
+        if not (path and known and known.exists()):
             return
         _opened_ahead[path] = opened = Future[ProgramStore | None]()
-        arguments = path, opened
-        threading.Thread(
-            target=open_it, args=arguments, name="stepcache preload", daemon=True
-        ).start()
+
+        def open_it() -> None:
+            try:
+                store = open_store(path, DEFAULT_DISK_BYTES, 0.0, place_in_environment())
+                store.begin()
+                opened.set_result(store)
+            except BaseException:
+                opened.set_result(None)  # Whoever opens it for good hears of it.
+
+        threading.Thread(target=open_it, name="stepcache preload", daemon=True).start()
 
 
 def place_in_environment() -> Place | None:

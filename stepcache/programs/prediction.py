@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.storage import plain
+from stepcache.link import plain
 from stepcache.storage.disk_store import DiskStore
 from stepcache.weak_objects import WeakObjects
 

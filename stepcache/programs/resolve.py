@@ -29,7 +29,6 @@ from stepcache.events import (
     BuildFailed,
     Built,
     Captured,
-    Change,
     Loaded,
     Miss,
     StageStarted,
@@ -51,7 +50,6 @@ from stepcache.units import readable_bytes
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
-_STAGES = ("trace", "lower", "compile")
 _SOURCES = {
     "compiled": "compiled",
     "memory": "traced, and runs the executable that this process has of the same module",
@@ -137,18 +135,19 @@ class Resolver:
         peers = scope.together(request.ranks)
         if peers is None:
             held = scope.cache.executable
-            built = build(self._spec, request, stopwatch, held, store, before_compiling)
+            arguments = self._spec, request, stopwatch, held, store, before_compiling
+            program, publication = build(*arguments)
         else:
             from stepcache.programs.pods.shared_build import build_together
 
             about = described(), miss.in_a_line
             arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
-            built, has_compared = build_together(*arguments, *about)
+            program, publication, has_compared = build_together(*arguments, *about)
             if not has_compared:
                 self._not_compared.add(request.key)
         call_seconds = time.perf_counter() - started
         own_seconds = call_seconds - sum(stopwatch.seconds.values())
-        program, settled = self._settled(request, built.program)
+        program, settled = self._settled(request, program)
         remade = ""
         if miss.number == 1 and self._miss_log.making.place:
             remade = advice_on_remaking(self._miss_log.making.place, self._spec.fun)
@@ -162,21 +161,11 @@ class Resolver:
         def complete(miss: Miss) -> Miss:
             return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
 
-        module, digest = built.module, program.digest
+        module, digest = publication.module, program.digest
         final = _Once(lambda: complete(explained(module, digest)))
         if program.source != "compiled":
             final = _Once(lambda: complete(miss))
         if store is not None:
-            publication = Publication(
-                program.digest,
-                self.label,
-                program.run.xla_executable,
-                built.module,
-                program.seconds,
-                program.captured,
-                built.building,
-                built.data,
-            )
             about = name, self._file, program.source, program.run.device_order
             settling = _Settling(*about, how["not_stored"], store, described, final, publication)
             self._unsettled.append(settling)
@@ -226,7 +215,7 @@ class Resolver:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
         self._miss_log.count(misses=1, own_seconds=own_seconds, **counts, **times)
         if is_compiled:
-            trace, lower, compile = (seconds.get(each, 0.0) for each in _STAGES)
+            trace, lower, compile = (seconds.get(x, 0.0) for x in ("trace", "lower", "compile"))
             about = trace, lower, compile, own_seconds, program.captured
             recorder.emit(Built(name, build_id, miss, *about))
         else:
@@ -298,21 +287,16 @@ class _Settling:
 
     def __call__(self) -> None:
         store, publication, why_not = self.store, self.publication, self.why_not
-        if (self.source == "compiled" or publication.data) and not why_not:
-            why_not = store.publish(publication)
-        elif publication.building is not None:
-            store.release(publication.building)
         described = self.described()
+        if (self.source == "compiled" or publication.data) and not why_not:
+            why_not = store.publish(publication, described.label)
+        elif publication.building is not None:
+            publication.building.release()
         miss = self.miss()  # Before the prediction that it compares with is replaced.
         if why_not:
             miss = dataclasses.replace(miss, not_stored=why_not)
             self.miss.replace(miss)
-        else:
-            store.preloader.drop(described.label, described.signature)
-            about = publication.digest, self.devices, self.file, time.time()
-            prediction = prediction_of(described, *about)
-            store.note_use(prediction, described.environment)
-        row = store.row(
+        store.log(
             "compiled" if self.source == "compiled" else "loaded",
             self.name,
             described.label,
@@ -320,13 +304,19 @@ class _Settling:
             program="" if why_not else publication.digest,
             seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
             reason=miss.headline,
-            changes=_plain((*miss.changes, *miss.stored)),
+            changes=[
+                [each.part, each.path, each.before, each.after]
+                for each in (*miss.changes, *miss.stored)
+            ],
             not_stored=why_not,
             number=miss.number,
             called_time=round(miss.called_time, 4),
             advice=list(miss.advice),
         )
-        store.log(row)
+        if not why_not:
+            store.preloader.drop(described.label, described.signature)
+            about = publication.digest, self.devices, self.file, time.time()
+            store.note_use(prediction_of(described, *about), described.environment)
 
 
 def _explained(
@@ -370,7 +360,3 @@ def _advise_on_capture(captured: Captured) -> str:
         f"{captured.name}, {captured.type}, is captured by closure: "
         f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
     )
-
-
-def _plain(changes: Sequence[Change]) -> list[list[str]]:
-    return [[each.part, each.path, each.before, each.after] for each in changes]

@@ -65,7 +65,6 @@ class Publication:
     """A program that was compiled here, on its way to the disk."""
 
     digest: str
-    label: str  # The step, by its file and name.
     executable: Any
     module: Callable[[], str]  # Gives the lowered module as text, with locations.
     seconds: dict[str, float]
@@ -110,17 +109,15 @@ class ProgramStore:
     @_no_matter_of_the_step("look for a program")
     def find(self, compilation: jaxcompat.Compilation, stage: Stage) -> tuple[Any, str] | None:
         """The executable of a lowered module, loaded, and where it was; None if there is none."""
-        executable = self.preloader.take(compilation.digest, compilation.devices)
-        if executable is not None:
+        digest, devices = compilation.digest, compilation.devices
+        if (executable := self.preloader.take(digest, devices)) is not None:
             return executable, "preloaded"
-        executable = self._load(compilation)
-        if executable is not None:
+        if (executable := self._load(compilation)) is not None:
             return executable, "disk"
         if self.remote is not None and self.remote.is_on:
             with stage("remote"):
-                was_fetched = self.remote.fetch(compilation.digest)
-            executable = self._load(compilation) if was_fetched else None
-            if executable is not None:
+                was_fetched = self.remote.fetch(digest)
+            if was_fetched and (executable := self._load(compilation)) is not None:
                 return executable, "remote"
         return None
 
@@ -158,7 +155,7 @@ class ProgramStore:
             if building is not None:
                 if not self.disk.holds("program", digest):
                     return building
-                self._locks.release(building)  # It was stored between the two looks.
+                building.release()  # It was stored between the two looks.
                 return self.find(compilation, stage)
             with stage("wait"):
                 while self._locks.is_held_by_a_live_process(digest):
@@ -166,11 +163,6 @@ class ProgramStore:
             found = self.find(compilation, stage)
             if found is not None or not self._locks.was_left(digest):
                 return found  # Else it was killed, and one of those that wait takes over.
-
-    def release(self, building: Building) -> None:
-        """Lets other processes compile a program, where this one did not."""
-        if self._locks is not None:
-            self._locks.release(building)
 
     @_no_matter_of_the_step("name its directory", "")
     def name(self) -> str:
@@ -183,14 +175,12 @@ class ProgramStore:
         return entry.payload if entry is not None else b""
 
     @_no_matter_of_the_step("store a program", "it is not stored: see the log")
-    def publish(self, publication: Publication) -> str:
-        """Stores a program. Returns why that cannot be done; an empty text if it can."""
-        captured = publication.captured
+    def publish(self, publication: Publication, label: str) -> str:
+        """Stores a program of the step of this label; returns why not, an empty text if it has."""
         with contextlib.ExitStack() as held:
             if publication.building is not None:
-                held.callback(self.release, publication.building)
-            seconds = sum(publication.seconds.values())
-            if seconds < self.min_build_seconds:
+                held.callback(publication.building.release)
+            if sum(publication.seconds.values()) < self.min_build_seconds:
                 return f"it was built in less than {self.min_build_seconds} s"
             try:
                 serialized = publication.data or jaxcompat.serialize_executable(
@@ -200,9 +190,9 @@ class ProgramStore:
                 return str(error)
             module = zlib.compress(publication.module().encode(), 1)
             about = {
-                "label": publication.label,
+                "label": label,
                 "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
-                "captured": [[each.name, each.type, each.size_bytes] for each in captured],
+                "captured": [[x.name, x.type, x.size_bytes] for x in publication.captured],
                 "module": module if len(module) <= _MODULE_BYTES else b"",
             }
             if not self.disk.publish("program", publication.digest, about, serialized):
@@ -219,7 +209,6 @@ class ProgramStore:
         packed = (info.header or {}).get("module", b"") if info is not None else b""
         return zlib.decompress(packed).decode() if packed else ""
 
-    @_no_matter_of_the_step("note a prediction")
     def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
         """Notes that this run uses a program, so that the next one preloads it."""
         self.predictions.note(row, environment)
@@ -227,7 +216,6 @@ class ProgramStore:
             self._is_to_write = True
             self.worker.submit(self._write_predictions)
 
-    @_no_matter_of_the_step("write its predictions")
     def _write_predictions(self) -> None:
         # What other steps use, which are being started, is written with it.
         self.worker.is_urgent.wait(_QUIET_SECONDS)
@@ -237,17 +225,13 @@ class ProgramStore:
             self.remote.upload_prediction(prediction_name(), payload)
 
     @_no_matter_of_the_step("write its run log")
-    def log(self, *rows: Row) -> None:
-        """Writes rows of this run."""
-        self.run_log.add(*rows)
-
-    def row(self, event: str, step: str, label: str, **details: Any) -> Row:
-        """A row of this run, of this moment."""
+    def log(self, event: str, step: str, label: str, **details: Any) -> None:
+        """Writes a row of this run, of this moment."""
         rank, processes = 0, 1
         if jaxcompat.backends_are_initialized():
             rank, processes = jax.process_index(), jax.process_count()
         details = {"rank": rank, "processes": processes} | details
-        return Row(event, self.run_log.clock(), script_name(), step, label, **details)
+        self.run_log.add(Row(event, self.run_log.clock(), script_name(), step, label, **details))
 
     def flush(self) -> None:
         """Waits until everything compiled so far is stored."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from stepcache.link import plain
 from stepcache.link.processes import Process
 from stepcache.remote.cancelling import Cancel
 from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
 from stepcache.serving.messages import MalformedMessageError
-from stepcache.storage import plain
 
 MAX_NAME = 200
 MAX_FORMS = 4096

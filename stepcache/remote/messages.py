@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepcache.errors import TaskError
+from stepcache.link import plain
 from stepcache.serving.messages import DTYPES, MalformedMessageError
 from stepcache.serving.shared_memory import Block, Opened, Place, Pool, private
-from stepcache.storage import plain
 from stepcache.units import readable_bytes
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")

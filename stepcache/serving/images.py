@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stepcache.link import plain
 from stepcache.serving.held import HostState
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.snapshots import arrays_of, begun, contents
-from stepcache.storage import plain
 from stepcache.storage.private_files import write_at
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepcache.link import plain
 from stepcache.link.processes import Process, socket_path
 from stepcache.serving import host_directory
 from stepcache.serving.channel import Channel, Channels, Listener
@@ -28,7 +29,6 @@ from stepcache.serving.local_transport import (
 )
 from stepcache.serving.messages import MalformedMessageError, Reply, from_plain, to_plain
 from stepcache.serving.shared_memory import Block, Opened, Place, Pool, allow_many_files
-from stepcache.storage import plain
 from stepcache.storage.private_files import replace_file
 
 _SWEEP_SECONDS = 2.0

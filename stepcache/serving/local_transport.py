@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import VariablesError
+from stepcache.link import plain
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import (
     MAX_BLOCK_BYTES,
@@ -25,7 +26,6 @@ from stepcache.serving.messages import (
 )
 from stepcache.serving.shared_memory import Block, Opened, Place, Pool
 from stepcache.serving.transport import Received
-from stepcache.storage import plain
 from stepcache.units import readable_bytes
 
 ADDRESS_FILE = "server.json"

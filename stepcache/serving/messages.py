@@ -14,8 +14,8 @@ from typing import Any, get_args
 import ml_dtypes
 import numpy as np
 
+from stepcache.link import plain
 from stepcache.serving import bulk
-from stepcache.storage import plain
 
 MAX_BLOCK_BYTES = 1 << 40
 MAX_LEAVES = 100_000

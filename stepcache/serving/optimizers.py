@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
+from stepcache.link import plain
 from stepcache.serving.messages import LeafType
-from stepcache.storage import plain
 from stepcache.variables.describing import named_leaves
 
 _PLATFORM = "cpu"

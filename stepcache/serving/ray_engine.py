@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
+from stepcache.link import plain
 from stepcache.link.processes import Process
 from stepcache.serving import host_directory
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost
@@ -37,7 +38,6 @@ from stepcache.serving.ray_transport import (
 )
 from stepcache.serving.shared_memory import Block, Pool, private
 from stepcache.serving.transport import place_of
-from stepcache.storage import plain
 from stepcache.units import counted
 
 # After `ray_transport`, which raises a helpful error if Ray is not installed.

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import VariablesError, first_line
+from stepcache.link import plain
 from stepcache.link.processes import Process
 from stepcache.serving.local_transport import LocalTransport
 from stepcache.serving.messages import JoinRequest, Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Block, Pool
 from stepcache.serving.transport import Received
-from stepcache.storage import plain
 
 try:
     import ray

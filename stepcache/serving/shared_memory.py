@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stepcache.link import plain
 from stepcache.serving.messages import MalformedMessageError
-from stepcache.storage import plain
 
 INLINE_BYTES = 64 << 10
 """Smaller blocks are sent as part of a message."""

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from stepcache.errors import StepCacheError, VariablesError
+from stepcache.link import plain
 from stepcache.serving.held import HeldVariables, HostState, LastWrite
 from stepcache.serving.messages import BlockLayout
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable, TableType
-from stepcache.storage import plain
 from stepcache.storage.private_files import remove, sync
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoints import save

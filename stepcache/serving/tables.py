@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from stepcache.link import plain
 from stepcache.serving.messages import (
     DTYPES,
     BlockLayout,
@@ -26,7 +27,6 @@ from stepcache.serving.messages import (
     RowsRequest,
     check_name,
 )
-from stepcache.storage import plain
 from stepcache.variables.policy import RowOptimizer
 
 MAX_ROWS = 1 << 40

@@ -69,10 +69,6 @@ class BuildLock:
                 break
         return Building(path)
 
-    def release(self, building: Building) -> None:
-        """Unlocks a program."""
-        building.release()
-
     def was_left(self, digest: str) -> bool:
         """Whether the process that had locked a program ended before it could release it.
 

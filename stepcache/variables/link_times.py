@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from stepcache.errors import CacheDirectoryError
-from stepcache.storage.plain import record_of
+from stepcache.link.plain import record_of
 from stepcache.storage.private_files import default_directory, make_directory, replace_file
 from stepcache.units import readable_seconds
 

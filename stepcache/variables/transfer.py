@@ -114,9 +114,7 @@ def free(packed: Packed) -> Packed:
     pairs = list(zip(packed.buffers, packed.layout.buffers, strict=True))
     if not any(like.sharding is None and value.committed for value, like in pairs):
         return packed
-    buffers = (
-        jaxcompat.uncommitted(value) if like.sharding is None else value for value, like in pairs
-    )
+    buffers = (jaxcompat.committed(value, like.sharding is not None) for value, like in pairs)
     return Packed(packed.layout, tuple(buffers))
 
 
@@ -209,7 +207,7 @@ def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:
     for number, made in enumerate(packed.layout.buffers):
         leaf = _looked_at(packed.buffers[number], number, layout, meter)
         if made.sharding is None and isinstance(leaf, jax.Array):
-            leaf = jaxcompat.uncommitted(leaf)
+            leaf = jaxcompat.committed(leaf, False)
         buffers.append(leaf)
     return packed.layout.unpack(buffers)
 

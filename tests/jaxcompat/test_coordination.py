@@ -19,6 +19,7 @@ from stepcache.distributed.service_calls import LimitedService, call_in_thread
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.link import plain
 from stepcache.programs.pods.reports import (
     CallDecision,
     CallReport,
@@ -28,7 +29,6 @@ from stepcache.programs.pods.reports import (
     decide_on_modules,
 )
 from stepcache.programs.pods.shared_build import _merge_errors
-from stepcache.storage import plain
 
 
 class Names:

@@ -43,11 +43,11 @@ def test_one_at_a_time(lock, tmp_path):
     assert not os.get_inheritable(building.descriptor)
     assert not other.is_held_by_a_live_process(DIGEST), "it is this process's"
     assert other.try_lock("ab").is_locked
-    lock.release(building)
+    building.release()
     again = other.try_lock(DIGEST)
     assert again.is_locked and lock.try_lock(DIGEST) is None
-    other.release(again)
-    other.release(again)
+    again.release()
+    again.release()
     assert not list(lock._directory.iterdir())
 
 
@@ -100,7 +100,7 @@ def test_what_is_released_is_free_though_children_have_it_open(lock):
         building = lock.try_lock(digest)
         if not os.fork():
             time.sleep(600)
-        lock.release(building)
+        building.release()
         print("released", flush=True)
         """,
     )
@@ -127,7 +127,7 @@ def test_many_processes_build_once(lock, tmp_path):
             if is_first:
                 os.kill(os.getpid(), 9)
             made.touch()
-        lock.release(building)
+        building.release()
     """
     workers = [start(lock, body) for _ in range(8)]
     limit = time.monotonic() + LIMIT_SECONDS
@@ -146,4 +146,4 @@ def test_a_file_system_without_locks(lock, monkeypatch, code):
         building = lock.try_lock(DIGEST)
         assert not building.is_locked
         assert not lock.is_held_by_a_live_process(DIGEST)
-        lock.release(building)
+        building.release()

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.cli import main
-from stepcache.storage import plain
+from stepcache.link import plain
 from stepcache.storage.disk_store import DiskStore
 
 pytestmark = pytest.mark.skipif(not jaxcompat.CAN_STORE, reason="nothing is stored")

@@ -9,9 +9,9 @@ import pytest
 
 import stepcache as sc
 from stepcache.errors import OptimizerWarning, OptionError, VariablesError
+from stepcache.link import plain
 from stepcache.serving import optimizers
 from stepcache.serving.optimizers import ExportedRule, differ, export_rule
-from stepcache.storage import plain
 
 TREE = {"b": np.zeros(2, np.float32), "w": np.ones(3, np.float32)}
 GRADIENTS = {"b": np.full(2, 0.5, np.float32), "w": np.full(3, -0.2, np.float32)}

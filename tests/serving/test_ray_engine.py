@@ -16,8 +16,8 @@ from click.testing import CliRunner
 import stepcache as sc
 from stepcache.cli import main
 from stepcache.errors import CacheDirectoryError, VariablesError
+from stepcache.link import plain
 from stepcache.serving.messages import JoinRequest, ReadRequest, WriteRequest, to_plain
-from stepcache.storage import plain
 from tests.serving.servers import LIMIT_SECONDS, RayCalls, RayServer, run_python
 
 LARGE = 50_000

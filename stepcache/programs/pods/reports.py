@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 from stepcache.calls.step_spec import Request
 from stepcache.distributed.agreement import sides_of
 from stepcache.distributed.replicas import Differing, differing, group_name
+from stepcache.link import plain
 from stepcache.programs.earlier_runs import Described
-from stepcache.storage import plain
 from stepcache.units import spans_of
 
 # These may differ between the hosts of a pod, and where a process was started may, too.
@@ -20,7 +20,6 @@ _MAY_DIFFER = (
     "environment devices",
     "environment python",
     "environment system",
-    "environment topology",
 )
 _PLAIN = (str, bytes, int, float, complex, type(None))
 

@@ -20,8 +20,9 @@ from stepcache.distributed.peers import Peers
 from stepcache.distributed.replicas import compare, digest_of
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
+from stepcache.link import plain
 from stepcache.origin import file_label, is_users_file
-from stepcache.programs.build import Built, Stopwatch, build
+from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
 from stepcache.programs.pods.reports import (
@@ -36,7 +37,6 @@ from stepcache.programs.pods.reports import (
     short_digest,
 )
 from stepcache.programs.store import Publication
-from stepcache.storage import plain
 from stepcache.units import listed, readable_ranks
 
 _MAX_SHOWN = 12
@@ -53,7 +53,7 @@ def build_together(
     peers: Peers,
     described: Described,
     reason: str,
-) -> tuple[Built, bool]:
+) -> tuple[Program, Publication, bool]:
     """Builds a program together with the other processes.
 
     Args:
@@ -64,7 +64,8 @@ def build_together(
         reason: why the call needs a new program, in one line.
 
     Returns:
-        What was built, and whether the processes have compared the host values of the call.
+        The program, what is needed to store it, and whether the processes have compared the host
+        values of the call.
 
     Raises:
         AgreementError: the processes do not make the same call, do not lower the same module, or
@@ -77,14 +78,14 @@ def build_together(
         together = Together(round, described.label, cache, stopwatch)
         arguments = spec, request, stopwatch, cache.executable, cache.store(), before_compiling
         try:
-            built = build(*arguments, together)
+            program, publication = build(*arguments, together)
         except Exception as error:
             with stopwatch.stage("agree"):
                 together.fail(error)
             raise
     if together.data and not together.is_published:
-        built.data = together.data
-    return built, knows_values
+        publication.data = together.data
+    return program, publication, knows_values
 
 
 def _agree_on_call(round: Round, request: Request, described: Described) -> bool:
@@ -274,9 +275,9 @@ class Together:
         if roles.shares_directory and store is not None:
             seconds = dict(self._stopwatch.seconds)
             publication = Publication(
-                digest, self._label, executable, staged.module_text(), seconds, data=self.data
+                digest, executable, staged.module_text(), seconds, data=self.data
             )
-            self.is_published = not store.publish(publication)
+            self.is_published = not store.publish(publication, self._label)
 
     def conclude(self) -> None:
         """Waits until all have the program. Raises `AgreementError` if one has not."""
