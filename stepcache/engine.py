@@ -286,10 +286,9 @@ class Engine:
         call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
-            if request.commits:
-                outputs, fast_path = jaxcompat.committed_outputs(outputs, fast_path)
-            elif is_committed_by_hosts(request):
-                outputs, fast_path = jaxcompat.uncommitted_outputs(outputs, fast_path)
+            if request.commits or is_committed_by_hosts(request):
+                commits = request.commits
+                outputs, fast_path = jaxcompat.recommitted(outputs, fast_path, is_committed=commits)
             return outputs, fast_path if call is request.call else None
         except jaxcompat.FloatingPointCheckError as error:
             jaxcompat.explain_floating_point_error(error, self.spec.fun, *call.given)

@@ -28,7 +28,7 @@ from equinox import _jit
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import current_scope, in_mesh_of
-from stepcache.jaxcompat.callbacks import LOG_OF_CALLBACKS
+from stepcache.jaxcompat.inspection import LOG_OF_CALLBACKS
 from stepcache.modules.equinox_trees import (
     OverTrees,
     Partitioned,

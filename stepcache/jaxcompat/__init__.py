@@ -22,7 +22,6 @@ from stepcache.jaxcompat.arguments import (
     is_on_host,
     maker_of_arrays,
     stand_in,
-    stand_in_here,
     tree_differences,
     uncommitted,
 )
@@ -64,13 +63,12 @@ from stepcache.jaxcompat.stages import (
     InvalidInputError,
     Runnable,
     Staged,
-    committed_outputs,
     digest_of,
     explain_floating_point_error,
     forget_traces,
     jit,
     make_dispatcher,
-    uncommitted_outputs,
+    recommitted,
     unhide_methods,
     with_output_tree,
 )

@@ -138,22 +138,9 @@ def stand_in(
     if not is_there or isinstance(sharding, NamedSharding):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak_type)
     there = sharding or SingleDeviceSharding(default_device(), memory_kind=PINNED_HOST)
-    return _placed(shape, dtype, weak_type, there, sharding is not None)
-
-
-def _placed(
-    shape: tuple[int, ...], dtype: Any, weak_type: bool, at: Sharding, is_committed: bool
-) -> jax.ShapeDtypeStruct:
-    made = _StandIn(shape, dtype, sharding=at, weak_type=weak_type)
-    object.__setattr__(made, "_committed", is_committed)
+    made = _StandIn(shape, dtype, sharding=there, weak_type=weak_type)
+    object.__setattr__(made, "_committed", sharding is not None)
     return made
-
-
-def stand_in_here(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Stands for an uncommitted array that is on the default device."""
-    if not PRIVATE_API:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return _placed(shape, dtype, False, SingleDeviceSharding(default_device()), False)
 
 
 def is_committed(stand_in: jax.ShapeDtypeStruct) -> bool:

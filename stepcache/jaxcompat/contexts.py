@@ -239,23 +239,6 @@ def entering(session: Any, token: ContextToken | None):
         _entered.session, _entered.token = before
 
 
-@contextlib.contextmanager
-def _in_settings(values: dict[Any, Any], mesh: Any, session: Any, token: ContextToken | None):
-    before = {holder: holder.get_local() for holder in values}
-    try:
-        for holder, value in values.items():
-            holder.set_local(value)
-        with contextlib.ExitStack() as stack:
-            if session is not None:
-                stack.enter_context(entering(session, token))
-            if not mesh.empty:
-                stack.enter_context(jax.set_mesh(mesh))
-            yield
-    finally:
-        for holder, value in before.items():
-            holder.set_local(value)
-
-
 def carried_settings() -> contextlib.AbstractContextManager:
     """The settings that hold in this thread alone, to be entered in another one.
 
@@ -263,11 +246,27 @@ def carried_settings() -> contextlib.AbstractContextManager:
     """
     values: dict[Any, Any] = {}
     if PRIVATE_API:
-        unset = jax_config.config_ext.unset
         everything: dict[str, Any] = jax_config.config._value_holders
         holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
-        values = {h: value for h in holders if (value := h.get_local()) is not unset}
-    return _in_settings(values, _concrete_mesh(), _entered.session, _entered.token)
+        local = {holder: holder.get_local() for holder in holders}
+        values = {
+            h: value for h, value in local.items() if value is not jax_config.config_ext.unset
+        }
+    mesh, session, token = _concrete_mesh(), _entered.session, _entered.token
+
+    @contextlib.contextmanager
+    def enter():
+        with contextlib.ExitStack() as stack:
+            for holder, value in values.items():
+                stack.callback(holder.set_local, holder.get_local())
+                holder.set_local(value)
+            if session is not None:
+                stack.enter_context(entering(session, token))
+            if not mesh.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+
+    return enter()
 
 
 def backends_are_initialized() -> bool:

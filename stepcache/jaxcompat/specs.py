@@ -66,48 +66,43 @@ def decode_dtype(data: Any) -> Any:
 
 
 def encode_spec(spec: P) -> list[Any]:
-    """[entries, unreduced axes, reduced axes, kind of reduction]"""
+    """[entries, unreduced axes, reduced axes, kind of reduction]
+
+    Raises `NotPlain` for an axis whose name is no text.
+    """
     entries: list[Any] = []
     for entry in spec._partitions:
+        names = entry if isinstance(entry, tuple) else (entry,)
         if entry is P.UNCONSTRAINED:
             entries.append(_UNCONSTRAINED)
-        elif isinstance(entry, tuple):
-            entries.append([*map(_axis, entry)])
+        elif entry is None or all(isinstance(name, str) for name in names):
+            entries.append([*names] if isinstance(entry, tuple) else entry)
         else:
-            entries.append(None if entry is None else _axis(entry))
+            raise NotPlain(f"an axis whose name is no text: {entry!r:.80}")
     kind = getattr(spec, "unreduced_kind", None)  # Where this JAX tells several kinds apart.
-    kind_name = None if kind is None else kind.name
-    return [entries, sorted(spec.unreduced), sorted(spec.reduced), kind_name]
+    return [entries, sorted(spec.unreduced), sorted(spec.reduced), kind and kind.name]
 
 
 def decode_spec(data: Any) -> P:
     """Reads what `encode_spec` wrote."""
     entries, unreduced, reduced, kind = data
-    parts = [_decode_entry(entry) for entry in entries]
-    if not (unreduced or reduced or kind):
-        return P(*parts)
-    sets: dict[str, Any] = {"unreduced": _names(unreduced), "reduced": _names(reduced)}
+    parts: list[Any] = []
+    for entry in entries:
+        if entry is _UNCONSTRAINED:
+            parts.append(P.UNCONSTRAINED)
+        elif entry is None or type(entry) is str:
+            parts.append(entry)
+        else:
+            parts.append(tuple(map(_text, entry)))
+    sets: dict[str, Any] = {}
+    if unreduced or reduced or kind:
+        sets = {
+            name: frozenset(map(_text, names))
+            for name, names in (("unreduced", unreduced), ("reduced", reduced))
+        }
     if kind is not None:
         sets["unreduced_kind"] = partition_spec.UnreducedKind[kind]  # type: ignore[attr-defined]
     return P(*parts, **sets)
-
-
-def _decode_entry(entry: Any) -> Any:
-    if type(entry) is list:
-        return tuple(map(_text, entry))
-    if entry is _UNCONSTRAINED:
-        return P.UNCONSTRAINED
-    return None if entry is None else _text(entry)
-
-
-def _names(values: Any) -> frozenset[str]:
-    return frozenset(map(_text, values))
-
-
-def _axis(name: Any) -> str:
-    if not isinstance(name, str):
-        raise NotPlain(f"an axis whose name is no text: {name!r:.80}")
-    return name
 
 
 def _text(value: Any) -> str:

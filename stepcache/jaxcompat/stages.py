@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from stepcache._changes import Undoing
-from stepcache.jaxcompat.arguments import ArgumentRoles, committed, uncommitted
+from stepcache.jaxcompat.arguments import ArgumentRoles, committed
 from stepcache.jaxcompat.hooks import Compilation, compile_through, reuse_contexts
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
@@ -44,20 +44,19 @@ def jit(fun: Callable, **options: Any) -> Any:
     empty entry for its address: a second `jax.jit` of what lies there then ends the process, at
     least up to jaxlib 0.12.0. So its place is taken by a function that raises the same.
     """
-    try:
-        weakref.ref(fun)
-    except TypeError as error:
-        error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
-        refusal = error
-
-        def refuse(*args: Any, **kwargs: Any) -> None:
-            raise refusal
-
-        if callable(fun):  # Else JAX says so.
-            fun = functools.wraps(fun, updated=())(refuse)
+    if callable(fun) and not isinstance(fun, staticmethod):  # Of others JAX says what is wrong.
+        try:
+            weakref.ref(fun)
+        except TypeError as error:
+            error.add_note("Where a class has __slots__, '__weakref__' has to be one of them.")
+            fun = functools.wraps(fun, updated=())(functools.partial(_refuse, error))
     jitted = _jit(fun, **options)
     unhide_methods(jitted)
     return jitted
+
+
+def _refuse(error: Exception, *args: Any, **kwargs: Any) -> None:
+    raise error
 
 
 def unhide_methods(wrapper: Any) -> None:
@@ -164,28 +163,24 @@ class Runnable(NamedTuple):
         return {index: number in overwritten for number, index in numbers}
 
 
-def uncommitted_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
-    """What `Runnable` returned, with uncommitted arrays where JAX chose their device.
+def recommitted(outputs: Any, fast_path: Any, *, is_committed: bool) -> tuple[Any, Any]:
+    """What `Runnable` returned, with all arrays committed to their devices.
 
-    A program that moves something between memories commits all that it returns.
+    Or with uncommitted ones where JAX chose the device: a program that moves something between
+    memories commits all that it returns.
     """
 
-    def freed(x: Any) -> Any:
-        return uncommitted(x) if isinstance(x.sharding, SingleDeviceSharding) else x
+    def changes(sharding: Any) -> bool:
+        return is_committed or isinstance(sharding, SingleDeviceSharding)
 
-    outputs = jax.tree_util.tree_map(freed, outputs)
+    def changed(x: Any) -> Any:
+        return committed(x, is_committed) if changes(x.sharding) else x
+
+    outputs = jax.tree_util.tree_map(changed, outputs)
     if fast_path is not None:
         pairs = zip(fast_path.out_committed, fast_path.out_shardings, strict=True)
-        committed = [given and not isinstance(at, SingleDeviceSharding) for given, at in pairs]
-        fast_path = fast_path._replace(out_committed=committed)
-    return outputs, fast_path
-
-
-def committed_outputs(outputs: Any, fast_path: Any) -> tuple[Any, Any]:
-    """What `Runnable` returned, with all arrays committed to the devices where they are."""
-    outputs = jax.tree_util.tree_map(committed, outputs)
-    if fast_path is not None:
-        fast_path = fast_path._replace(out_committed=[True] * len(fast_path.out_committed))
+        now = [is_committed if changes(sharding) else given for given, sharding in pairs]
+        fast_path = fast_path._replace(out_committed=now)
     return outputs, fast_path
 
 
@@ -196,6 +191,7 @@ def with_output_tree(fast_path: Any, outputs: Any) -> Any:
     return fast_path._replace(out_pytree_def=tree)
 
 
+_ELEMENTS_SHOWN = 1 << 16
 # In the header of a module: `input_output_alias={ {0}: (2, {}, may-alias) }`.
 _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
@@ -343,10 +339,15 @@ class Staged:
             raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
 
     def module_text(self) -> Callable[[], str]:
-        """Gives what was lowered as text with locations; it holds on to no array of the trace."""
+        """Gives what was lowered as text with locations, but for large arrays that it captured.
+
+        It holds on to no array of the trace.
+        """
         if not PRIVATE_API:
             return functools.partial(self.lowered.as_text, debug_info=True)
-        return functools.partial(self.lowered.stablehlo().operation.get_asm, enable_debug_info=True)
+        module = self.lowered.stablehlo().operation
+        options = {"enable_debug_info": True, "large_elements_limit": _ELEMENTS_SHOWN}
+        return functools.partial(module.get_asm, **options)
 
     def compile(self, obtain: Callable[[Compilation], Any] | None = None) -> Runnable:
         """Makes a program of what was lowered, with the executable that `obtain` gives.

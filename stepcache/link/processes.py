@@ -1,16 +1,22 @@
-"""`Process`: which process made, or holds, something that several processes and hosts can see."""
+"""Which process made, or holds, what several processes and hosts can see; and where it listens."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from stepcache.errors import CacheDirectoryError
+from stepcache.storage.private_files import make_directory
+
 _MAX_HOST_LETTERS = 48
+_MAX_SOCKET_PATH = 100  # Of 107 that the system allows.
 _WRITTEN = re.compile(r"([0-9]{1,10})\.([0-9]{1,20})\.([A-Za-z0-9-]{1,100})")
 
 
@@ -95,3 +101,15 @@ def unique_name() -> str:
 def author(name: str) -> Process | None:
     """The process that made a name which ends in one of `unique_name`."""
     return Process.parse(".".join(name.split(".")[-4:-1]))
+
+
+def socket_path(directory: Path) -> str:
+    """Returns a path for the socket of a directory, short enough and in a private directory."""
+    name = hashlib.sha256(str(directory).encode()).hexdigest()[:24]
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        private = Path(parent) / f"stepcache-{os.geteuid()}"
+        path = str(private / f"{name}.ipc")
+        if len(path) <= _MAX_SOCKET_PATH:
+            make_directory(private, "sockets", "set TMPDIR to another directory")
+            return path
+    raise CacheDirectoryError("there is no directory with a short path for a socket", got=path)

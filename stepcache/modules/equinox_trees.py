@@ -15,7 +15,7 @@ import jax
 from jax.tree_util import GetAttrKey, keystr
 
 from stepcache.calls.layers import function_name, layers_of
-from stepcache.jaxcompat.callbacks import calls_back
+from stepcache.jaxcompat.inspection import calls_back
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, text_of
 
 _ARRAY = object()  # Stands for an array in a tree that is only looked at.

@@ -9,12 +9,12 @@ session with a mesh it leaves the program placed as it entered.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import keystr
@@ -32,6 +32,9 @@ from stepcache.programs.store import ProgramStore
 from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
 
+if TYPE_CHECKING:
+    from stepcache.programs.pods.shared_build import Together
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -48,7 +51,7 @@ class Program:
     # Of calls with the carry that it returns, if only weak types tell these from calls of `key`.
     settled_key: Key | None = None
 
-    @cached_property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Size of the generated code; where the platform does not tell, of the optimized HLO."""
         executable = self.run.xla_executable
@@ -92,22 +95,6 @@ class NotHoldable(Exception):
     """The program depends on captured objects, so that only `jax.jit` can run it."""
 
 
-class Ranks(Protocol):
-    """The other processes of a pod, while all of them build one program."""
-
-    def agree(self, staged: jaxcompat.Staged) -> None:
-        """Compares what all have lowered. Raises `AgreementError` if they differ."""
-
-    def obtain(
-        self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
-    ) -> tuple[Any, str]:
-        """The executable, and where it was: one process has or compiles it, the others load it."""
-        ...
-
-    def conclude(self) -> None:
-        """Waits until all have the program. Raises `AgreementError` if one has not."""
-
-
 @dataclass(slots=True)
 class Built:
     """A program that was just built, and what its publication needs."""
@@ -125,7 +112,7 @@ def build(
     held: Callable[[jaxcompat.Compilation], Any],
     store: ProgramStore | None,
     before_compiling: Callable[[Callable[[], str], str], None],
-    ranks: Ranks | None = None,
+    together: Together | None = None,
 ) -> Built:
     """Builds the program of a call.
 
@@ -138,7 +125,7 @@ def build(
         store: the executables outside this process; None where there are none.
         before_compiling: called when XLA has to compile, with what gives the lowered module as
             text, and the digest; it may raise.
-        ranks: the other processes of a pod.
+        together: the part of this process where those of a pod build the program together.
 
     Raises:
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
@@ -152,8 +139,10 @@ def build(
         """The executable of the module: held here, stored, of another rank, or compiled."""
         nonlocal source, digest, building
         digest = compilation.digest
-        if ranks is not None:
-            executable, source = ranks.obtain(compilation, lambda: before_compiling(module, digest))
+        if together is not None:
+            executable, source = together.obtain(
+                compilation, lambda: before_compiling(module, digest)
+            )
             return executable
         if (executable := held(compilation)) is not None:
             source = "memory"
@@ -184,14 +173,14 @@ def build(
                 with stage("lower"):
                     staged.lower()
             module = staged.module_text()
-            if ranks is not None:
+            if together is not None:
                 with stage("agree"):
-                    ranks.agree(staged)
+                    together.agree(staged)
             with stage("load"):
                 run = staged.compile(take_or_compile)
-            if ranks is not None:
+            if together is not None:
                 with stage("agree"):
-                    ranks.conclude()
+                    together.conclude()
     except BaseException:
         if building is not None and store is not None:
             store.release(building)

@@ -129,7 +129,8 @@ class ProgramCache:
             "max_memory_programs": max_memory_programs,
         }
         for name, bound in bounds.items():
-            if bound is not None and not (isinstance(bound, Real) and bound >= 1):
+            is_number = isinstance(bound, Real)
+            if bound is not None and not (is_number and float(bound) >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
                 raise OptionError(what, where="ProgramCache", got=got)
         if not isinstance(min_build_seconds, Real):

@@ -28,6 +28,7 @@ from stepcache.programs.store import ProgramStore
 
 _PARTS = {"argument": "argument", "static": "static", "option": "options", "mesh": "mesh"}
 _PARTS |= {"config": "config", "environment": "environment", "package": "package", "holder": "tree"}
+_UNSEEN = "another, by what its text does not show, such as a large captured array"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -145,8 +146,8 @@ def compared_with_earlier_run(
         found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:
             changes, more = (*changes, *found.changes), found.more
-    if not changes:
-        return miss
+        if not changes:
+            changes = (Change("code", "the lowered module", "as it was", _UNSEEN),)
     if is_first:
         return dataclasses.replace(
             miss, reason="other run", changes=changes, omitted=more, since=row.time

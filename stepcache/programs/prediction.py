@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from stepcache.weak_objects import WeakObjects
 _LOADERS = 2  # XLA loads without Python's lock.
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
 _ROWS_A_STEP, _ROWS = 16, 2048
-_POLL_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 120.0
+_POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
 
 _log = logging.getLogger("stepcache")
 
@@ -49,6 +49,9 @@ class Prediction(NamedTuple):
     environment: str  # Digest of the settings, flags and versions; see `Predictions.environment`.
     run: str  # The run that has used it last.
     time: float  # When it did, in seconds since the epoch.
+
+
+_TYPES = (str, str, str, str, list, str, str, dict, str, str, float)  # Of its fields.
 
 
 @functools.cache  # At the end of the process `__main__` may be gone.
@@ -101,6 +104,8 @@ class Predictions:
         try:
             environments, rows = plain.unpack(entry.payload)
             for row in (Prediction(*each) for each in rows):
+                if tuple(map(type, row)) != _TYPES:
+                    raise ValueError("a row has a field of another type")
                 found.setdefault(row.label, []).append(row)
             self._environments = {**environments, **self._environments}
         except (TypeError, ValueError) as error:
@@ -195,14 +200,16 @@ class Preloader:
         self.preparing: Future[None] | None = None
         self.is_stopping = False
 
-    def start(self) -> None:
-        """Starts to preload; once."""
+    def start(self, fetched: Future[Any] | None = None) -> None:
+        """Starts to preload; once, and after what is fetched from a shared cache."""
         if self.preparing is None:
             with contextlib.suppress(RuntimeError):  # Too many threads, or Python is about to end.
-                self.preparing = self._executor.submit(self._prepare)
+                self.preparing = self._executor.submit(self._prepare, fetched)
 
-    def _prepare(self) -> None:
+    def _prepare(self, fetched: Future[Any] | None) -> None:
         """Reads the bytes of what is predicted, and has them loaded once there is a backend."""
+        if fetched is not None:
+            wait([fetched], _FETCH_SECONDS)
         limit, size_bytes = time.monotonic() + _LONGEST_WAIT_SECONDS, 0
         executables: list[tuple[Prediction, bytes]] = []
         for row in self._predictions.of_last_run()[:_PRELOADED_AT_MOST]:

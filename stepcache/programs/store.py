@@ -35,7 +35,7 @@ from stepcache.storage.run_log import Row, RunLog, script_name
 if TYPE_CHECKING:  # Few processes have a shared cache.
     from stepcache.storage.shared_entries import SharedEntries
 
-_POLL_SECONDS, _QUIET_SECONDS = 0.02, 0.5
+_POLL_SECONDS, _QUIET_SECONDS, _MODULE_BYTES = 0.02, 0.5, 8 << 20
 
 _log = logging.getLogger("stepcache")
 
@@ -95,15 +95,17 @@ class ProgramStore:
         self.min_build_seconds = min_build_seconds
         self.worker = Worker("stepcache store")
         self.predictions, self._is_to_write = Predictions(disk), False
+        self._has_published = False  # Whether this run has stored what other machines may lack.
         self.preloader = Preloader(disk, self.predictions)
         self._locks = BuildLock(disk.root / "building") if disk.writable else None
 
     @_no_matter_of_the_step("begin to preload programs")
     def begin(self) -> None:
         """Begins to preload what the last runs of this script used."""
+        fetched = None
         if self.remote is not None:
-            self.remote.fetch_ahead(prediction_name(), programs_in)
-        self.preloader.start()
+            fetched = self.remote.fetch_ahead(prediction_name(), programs_in)
+        self.preloader.start(fetched)
 
     @_no_matter_of_the_step("look for a program")
     def find(self, compilation: jaxcompat.Compilation, stage: Stage) -> tuple[Any, str] | None:
@@ -183,27 +185,29 @@ class ProgramStore:
     @_no_matter_of_the_step("store a program", "it is not stored: see the log")
     def publish(self, publication: Publication) -> str:
         """Stores a program. Returns why that cannot be done; an empty text if it can."""
+        captured = publication.captured
         with contextlib.ExitStack() as held:
             if publication.building is not None:
                 held.callback(self.release, publication.building)
             seconds = sum(publication.seconds.values())
             if seconds < self.min_build_seconds:
-                return f"it was compiled in less than {self.min_build_seconds} s"
+                return f"it was built in less than {self.min_build_seconds} s"
             try:
                 serialized = publication.data or jaxcompat.serialize_executable(
                     publication.executable
                 )
             except jaxcompat.NotStorable as error:
                 return str(error)
-            captured = [[each.name, each.type, each.size_bytes] for each in publication.captured]
+            module = zlib.compress(publication.module().encode(), 1)
             about = {
                 "label": publication.label,
                 "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
-                "captured": captured,
-                "module": zlib.compress(publication.module().encode(), 1),
+                "captured": [[each.name, each.type, each.size_bytes] for each in captured],
+                "module": module if len(module) <= _MODULE_BYTES else b"",
             }
             if not self.disk.publish("program", publication.digest, about, serialized):
                 return "the directory cannot be written"
+        self._has_published = True
         if self.remote is not None:
             self.remote.upload_program(publication.digest, about, serialized)
         return ""
@@ -229,7 +233,7 @@ class ProgramStore:
         self.worker.is_urgent.wait(_QUIET_SECONDS)
         self._is_to_write = False
         payload = self.predictions.write()
-        if self.remote is not None:
+        if self.remote is not None and self._has_published:
             self.remote.upload_prediction(prediction_name(), payload)
 
     @_no_matter_of_the_step("write its run log")

@@ -20,8 +20,7 @@ from typing import Any
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 from stepcache.link import file_lock
-from stepcache.link.processes import Process
-from stepcache.link.sockets import socket_path
+from stepcache.link.processes import Process, socket_path
 from stepcache.remote.task_group import TaskGroup
 from stepcache.serving.channel import Listener
 from stepcache.storage.private_files import make_directory, replace_file

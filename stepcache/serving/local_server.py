@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepcache.link.processes import Process
-from stepcache.link.sockets import socket_path
+from stepcache.link.processes import Process, socket_path
 from stepcache.serving import host_directory
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.durable_host import TEND_SECONDS, DurableHost

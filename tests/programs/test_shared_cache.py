@@ -306,7 +306,7 @@ def test_a_store_that_takes_nothing_still_gives(bucket, server, tmp_path):
     server.behave(read_only=True)
     machine = Machine(bucket, tmp_path)
     assert once_warned(machine, match="STEPCACHE_REMOTE_MODE=read") == [LOADED, BUILT]
-    assert 1 <= server.behave()["PUT"] <= 2
+    assert 1 <= server.behave()["PUT"] <= 4, "as many as are written at once"
 
 
 def test_who_only_reads(bucket, server, tmp_path, monkeypatch):

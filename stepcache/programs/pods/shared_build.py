@@ -74,7 +74,7 @@ def build_together(
     with peers.round(spec.name, reason) as round:
         with stopwatch.stage("agree"):
             knows_values = _agree_on_call(round, request, described)
-        together = _Together(round, described.label, cache, stopwatch)
+        together = Together(round, described.label, cache, stopwatch)
         arguments = spec, request, stopwatch, cache.executable, cache.store(), before_compiling
         try:
             built = build(*arguments, together)
@@ -128,8 +128,8 @@ def _raise_different_calls(round: Round, decision: CallDecision, facts: dict[str
     )
 
 
-class _Together:
-    """The part of this process while all build one program; the `Ranks` of `build`.
+class Together:
+    """The part of this process while all build one program.
 
     Attributes:
         data: the executable, serialized, where this process has sent or received it.
@@ -145,6 +145,7 @@ class _Together:
         self.data, self.is_published = b"", False
 
     def agree(self, staged: jaxcompat.Staged) -> None:
+        """Compares what all have lowered. Raises `AgreementError` if they differ."""
         self._staged, program = staged, jaxcompat.digest_of(staged)
         module, store = jaxcompat.module_outline(staged.lowered), self._store
         holds = directory = ""
@@ -200,6 +201,7 @@ class _Together:
     def obtain(
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
     ) -> tuple[Any, str]:
+        """The executable, and where it was: one process has or compiles it, the others load it."""
         roles, stage = self._roles, self._stopwatch.stage
         if (executable := self._cache.executable(compilation)) is not None:
             return executable, "memory"
