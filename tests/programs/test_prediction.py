@@ -38,7 +38,16 @@ def loads(monkeypatch):
 def row(program, step="step", number=0, **other):
     """That a run has used a program, stored under the digest that its name stands for."""
     about = {"platform": "cpu", "devices": [0], "file": "", "file_digest": ""} | other
-    fields = (step, f"call of {program}", digest(program), *about.values(), {}, "", "", number)
+    fields = (
+        step,
+        f"call of {program}",
+        digest(program),
+        *about.values(),
+        {},
+        "",
+        "",
+        float(number),
+    )
     return Prediction(*fields)
 
 
