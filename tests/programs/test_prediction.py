@@ -38,16 +38,8 @@ def loads(monkeypatch):
 def row(program, step="step", number=0, **other):
     """That a run has used a program, stored under the digest that its name stands for."""
     about = {"platform": "cpu", "devices": [0], "file": "", "file_digest": ""} | other
-    fields = (
-        step,
-        f"call of {program}",
-        digest(program),
-        *about.values(),
-        {},
-        "",
-        "",
-        float(number),
-    )
+    call, time = f"call of {program}", float(number)
+    fields = (step, call, digest(program), *about.values(), {}, "", "", time)
     return Prediction(*fields)
 
 
