@@ -36,7 +36,6 @@ def loads(monkeypatch):
 
 
 def row(program, step="step", number=0, **other):
-    """That a run has used a program, stored under the digest that its name stands for."""
     about = {"platform": "cpu", "devices": [0], "file": "", "file_digest": ""} | other
     call, time = f"call of {program}", float(number)
     fields = (step, call, digest(program), *about.values(), {}, "", "", time)
@@ -57,7 +56,6 @@ def note(disk, *rows):
 
 
 def preloaded(disk):
-    """A preloader that has done all that it does."""
     (preloader := Preloader(disk, Predictions(disk))).start()
     preloader.preparing.result(LIMIT_SECONDS)
     for _, load in list(preloader.loads.values()):
