@@ -21,6 +21,8 @@ from stepcache.weak_objects import WeakObjects
 
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
 _LOOK_SECONDS = 0.02
+# Small steps that are built one after the other are stored after the last one, but for so many.
+_QUIET_SECONDS, _JOBS_WAITING = 0.1, 24
 
 _log = logging.getLogger("stepcache")
 
@@ -34,7 +36,7 @@ class _Tracing(Shared):
 
     def __init__(self) -> None:
         super().__init__()
-        self._over = threading.Event()
+        self._over, self._ended = threading.Event(), 0.0
         self._over.set()
 
     def _make(self, users: int) -> bool:
@@ -42,16 +44,21 @@ class _Tracing(Shared):
         return True
 
     def _undo(self) -> None:
+        self._ended = time.monotonic()
         self._over.set()
 
     def reset(self) -> None:
         self._over = threading.Event()  # Another thread of the parent may have had its lock.
         super().reset()
 
-    def wait_until_over(self, is_urgent: Callable[[], bool]) -> None:
+    def wait_until_over(self, quiet_seconds: float, is_urgent: Callable[[], bool]) -> None:
+        """Waits until no trace was under way for some time; not long, nor where it is urgent."""
         limit = time.monotonic() + _LONGEST_TRACE_SECONDS
-        while not (is_urgent() or self._over.wait(_LOOK_SECONDS) or time.monotonic() > limit):
-            pass
+        while not is_urgent() and (now := time.monotonic()) < limit:
+            if self._over.wait(_LOOK_SECONDS):
+                if now >= self._ended + quiet_seconds:
+                    return
+                time.sleep(_LOOK_SECONDS)
 
 
 tracing = _Tracing()
@@ -98,7 +105,9 @@ class _Job:
         self._worker, self._work = worker, [work]
 
     def __call__(self) -> None:
-        tracing.wait_until_over(self._worker.is_urgent.is_set)
+        is_behind = len(self._worker._jobs) > _JOBS_WAITING
+        quiet_seconds = 0.0 if is_behind else _QUIET_SECONDS
+        tracing.wait_until_over(quiet_seconds, self._worker.is_urgent.is_set)
         with contextlib.suppress(IndexError):
             work = self._work.pop()
             try:
