@@ -62,7 +62,6 @@ def start(source, tmp_path, call=lambda step: step(X), *, session=None, options=
 
 
 def counts(step) -> tuple[int, int, int]:
-    """Traces, compiles, loads."""
     stats = step.stats()
     return stats.traces, stats.compiles, stats.loads
 

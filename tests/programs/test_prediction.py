@@ -36,30 +36,27 @@ def loads(monkeypatch):
 
 
 def row(program, step="step", number=0, **other):
-    """That a run has used a program, stored under the digest that its name stands for."""
     about = {"platform": "cpu", "devices": [0], "file": "", "file_digest": ""} | other
-    fields = (step, f"call of {program}", digest(program), *about.values(), {}, "", "", number)
+    call, time = f"call of {program}", float(number)
+    fields = (step, call, digest(program), *about.values(), {}, "", "", time)
     return Prediction(*fields)
 
 
 def digest(program):
-    return f"{sum(program.encode()):064x}"
+    return f"{program.encode().hex():0>64}"
 
 
 def note(disk, *rows):
-    """A run that uses these."""
+    """A run that uses these; the bytes of a program are its name."""
     predictions = Predictions(disk)
     for each in rows:
         predictions.note(each, {})
-        name = each.signature.removeprefix("call of ")
-        disk.publish("program", each.program, {}, name.encode())
+        disk.publish("program", each.program, {}, each.signature[8:].encode())
     predictions.write()
 
 
 def preloaded(disk):
-    """A preloader that has done all that it does."""
-    preloader = Preloader(disk, Predictions(disk))
-    preloader.start()
+    (preloader := Preloader(disk, Predictions(disk))).start()
     preloader.preparing.result(LIMIT_SECONDS)
     for _, load in list(preloader.loads.values()):
         load.result(LIMIT_SECONDS)
@@ -72,8 +69,8 @@ def test_of_each_step_what_its_last_run_used_in_the_order_of_use(disk, loads, mo
     note(disk, row("d", number=9), row("b", number=5))
     preloader = preloaded(disk)
     assert loads == [b"c", b"b", b"d"], "and not what only an earlier run of the step used"
-    found = Predictions(disk)
-    assert found.find("step", "call of a").program == digest("a"), "which explains misses"
+    known = Predictions(disk).find("step", "call of a")
+    assert known.program == digest("a"), "it explains misses"
     here = jax.devices("cpu")[:1]
     assert preloader.take(digest("b"), here) == b"b"
     assert preloader.take(digest("b"), here) is None, "it is given once"
@@ -97,8 +94,7 @@ def test_what_is_known_is_bounded(disk, loads, monkeypatch):
 
 def test_devices_of_its_own_platform_that_there_are(disk, loads):
     places = [("cpu", [0]), ("tpu", [0]), ("cpu", [0, 99]), ("cpu", [1, 0])]
-    rows = [row(f"{n}", platform=p, devices=d) for n, (p, d) in enumerate(places)]
-    note(disk, *rows)
+    note(disk, *(row(f"{n}", platform=p, devices=d) for n, (p, d) in enumerate(places)))
     preloaded(disk)
     assert sorted(loads) == [b"0", b"3"]
 
@@ -125,8 +121,7 @@ def test_a_call_waits_for_a_load_under_way(disk, monkeypatch):
 
     monkeypatch.setattr(jaxcompat, "load_executable", load)
     note(disk, row("a"))
-    preloader = Preloader(disk, Predictions(disk))
-    preloader.start()
+    (preloader := Preloader(disk, Predictions(disk))).start()
     assert begun.wait(LIMIT_SECONDS)
     threading.Timer(0.1, go_on.set).start()
     assert preloader.take(digest("a"), jax.devices()[:1]) == b"a"
@@ -152,9 +147,8 @@ def test_two_processes_that_write_at_once_lose_nothing_of_each_other(disk):
     for each, name in ((one, "a"), (other, "b"), (one, "c")):
         each.note(row(name), {})
         each.write()
-    assert {each.signature for each in Predictions(disk).of_step("step")} == {
-        *("call of a", "call of b", "call of c")
-    }
+    found = {each.signature[8:] for each in Predictions(disk).of_step("step")}
+    assert found == {"a", "b", "c"}
 
 
 def test_a_step_drops_what_it_does_not_use_and_the_next_run_does_without(tmp_path):
