@@ -69,7 +69,7 @@ def cold() -> str:
     for case, shown in cases.items():
         for state, ours in (
             ("cold", "stepcache, nothing stored"),
-            ("warm", "stepcache, third start"),
+            ("warm", "stepcache, second start"),
         ):
             name = f"{case}, {state}"
             rows.append((f"{shown}, {state}", *(each.ratio(name, ours) for each in results)))

@@ -76,13 +76,13 @@ def null_steps(count: int) -> dict:
 
         return call
 
-    def partial(make_step, looks=True):
+    def partial(make_step):
         bag = Bag(count)
         last, step = bag.layers[-1].kernel, make_step(bag)
 
         def call():
-            outputs = step()
-            return last[...] if looks else outputs
+            step()
+            return last[...]
 
         return call
 
@@ -118,10 +118,6 @@ def null_steps(count: int) -> dict:
         "stepcache.nnx": on(snnx.step),
         "stepcache.nnx, graph=False": on(snnx.step, graph=False),
         "stepcache.nnx, donated": on(snnx.step, donate_argnums=0),
-        "stepcache.nnx, packed": partial(
-            lambda bag: functools.partial(snnx.step(null_step, pack=True), bag), looks=False
-        ),
-        "stepcache.nnx, packed, one looked at": on(snnx.step, pack=True),
         "stepcache.nnx, looked at": looked_at(
             lambda bag: functools.partial(snnx.step(null_step), bag)
         ),

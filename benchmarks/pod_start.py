@@ -93,7 +93,7 @@ def work(way: str, layers: int, rank: int, address: str, directory: str) -> None
     record: dict = {"seconds": seconds, "loss": float(loss)}
     if isinstance(step, sc.Step):
         stats = step.stats()
-        stages = ("hash", "read", "load", "trace", "lower", "compile", "agree", "wait", "give")
+        stages = ("load", "trace", "lower", "compile", "agree", "wait", "give")
         record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
         record["counts"] = [stats.traces, stats.compiles, stats.loads]
     print(json.dumps(record), flush=True)

@@ -4,8 +4,7 @@ Each contender runs in fresh processes, in turn with its peer:
 
 - cold, nothing stored: plain `jax.jit` and stepcache;
 - warm, from a directory that an earlier process filled: JAX's persistent compilation cache, all its
-  thresholds at zero, and stepcache, as the second process of that directory and as the third (the
-  second may have verified what the third can trust).
+  thresholds at zero, and stepcache.
 
 Two times are taken: seconds from the first call to the last result, where each step is called once
 and waited for, and seconds from there to the end of the process.
@@ -37,7 +36,6 @@ COLD = {
 WARM = {
     "jax.jit, persistent cache": "jax",
     "stepcache, second start": "stepcache",
-    "stepcache, third start": "stepcache",
 }
 BODIES = (
     "jnp.tanh(x * {constant}) + jnp.cos(x)",
@@ -187,7 +185,7 @@ def run(case: Case, way: str, stored: Path, module: Path) -> dict[str, Any]:
 
 
 def one_round(case: Case, root: Path, shuffler: random.Random) -> dict[str, dict[str, Any]]:
-    """Each contender once. Every second start begins with the directory as the first left it."""
+    """Each contender once. Every warm start begins with the directory as the first left it."""
     results = {}
     ways = ["jax", "stepcache"]
     shuffler.shuffle(ways)

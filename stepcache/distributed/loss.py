@@ -82,8 +82,8 @@ class Loss:
                 f"{what}: {why}" + (f". {report}" if report else ""),
                 ranks,
                 where=f"{where}, {call}" if (call := hang_report.latest_call()) else where,
-                hint="start again, on as many processes as there are: Variables.restore reads "
-                "what any number of processes saved",
+                hint="start again, on as many processes as there are: sc.restore reads what any "
+                "number of processes saved",
             )
             self._known_at = time.monotonic()
             self.known.set()

@@ -88,7 +88,7 @@ class ProgramCache:
             there is none for memory, and 10 GiB for disk. In memory the generated code counts, or
             the optimized HLO if the platform does not report that (CPU).
         max_memory_programs: limit of the number of programs in memory.
-        min_build_seconds: programs that were built in less time are not stored on disk.
+        min_build_seconds: programs that took less time to trace, lower and compile are not stored.
         remote: a cache that many machines share: "s3://BUCKET/PREFIX", "gs://BUCKET/PREFIX" or
             "file:///DIRECTORY". Programs that the directory lacks are loaded from there, and new
             programs are written there in the background. By default `STEPCACHE_REMOTE`; "off" uses

@@ -123,7 +123,7 @@ def _file(machine: str) -> Path | None:
     except CacheDirectoryError:
         return None
     digest = hashlib.sha256(f"{machine} {jax.__version__}".encode()).hexdigest()[:16]
-    return directory / "v1" / "links" / f"{digest}.json" if directory else None
+    return directory / "links" / f"{digest}.json" if directory else None
 
 
 def keep(times: LinkTimes) -> None:
