@@ -32,6 +32,8 @@ class Compilation:
 
     # Of all that XLA is given: module, options, flags, versions and topology, as JAX's own
     # persistent cache has them in its key. So paths of dumps and of autotuning results are not.
+    # Empty for a program that calls back into Python, as its callables are bound when it is
+    # compiled, and no digest tells them apart; and where JAX does not tell.
     digest: str
     devices: tuple[Any, ...]  # In the order of the device assignment.
     load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
@@ -50,8 +52,7 @@ _of_thread = _OfThread()
 def compile_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> None:
     """Has `obtain` give the executable where JAX would compile, or ask its own persistent cache.
 
-    In this thread, until `undoing` ends. It is not asked for programs that call back into Python:
-    their callables are bound when they are compiled, and no digest tells them apart.
+    In this thread, until `undoing` ends.
     """
     undoing.add(setattr, _of_thread, "obtain", _of_thread.obtain)
     _of_thread.obtain = obtain
@@ -103,7 +104,7 @@ def _compile_over(found: Callable) -> Callable:
     def compile_or_get_cached(*args, **named):
         obtain = _of_thread.obtain
         backend, module, devices, options, host_callbacks, executable_devices = args[:6]
-        if obtain is None or host_callbacks:
+        if obtain is None:
             return found(*args, **named)
 
         def load(data: bytes) -> Any:
@@ -114,7 +115,9 @@ def _compile_over(found: Callable) -> Callable:
                 backend, module, executable_devices, options, host_callbacks
             )
 
-        digest = cache_key.get(module, devices, options, backend).rpartition("-")[2]
+        digest = ""
+        if not host_callbacks:
+            digest = cache_key.get(module, devices, options, backend).rpartition("-")[2]
         return obtain(Compilation(digest, tuple(executable_devices), load, compile_it))
 
     return compile_or_get_cached

@@ -174,7 +174,9 @@ def recommitted(outputs: Any, fast_path: Any, *, is_committed: bool) -> tuple[An
         return is_committed or isinstance(sharding, SingleDeviceSharding)
 
     def changed(x: Any) -> Any:
-        return committed(x, is_committed) if changes(x.sharding) else x
+        # Of float0, outputs are arrays of numpy.
+        has_changed = isinstance(x, jax.Array) and changes(x.sharding)
+        return committed(x, is_committed) if has_changed else x
 
     outputs = jax.tree_util.tree_map(changed, outputs)
     if fast_path is not None:
@@ -352,13 +354,15 @@ class Staged:
     def compile(self, obtain: Callable[[Compilation], Any] | None = None) -> Runnable:
         """Makes a program of what was lowered, with the executable that `obtain` gives.
 
-        `obtain` is not called where JAX has compiled this very lowering before in this process, and
-        for programs that call back into Python.
+        `obtain` is not called where JAX has compiled this very lowering before in this process.
         """
-        with Undoing() as undoing, undoing:
-            if obtain is not None and CAN_STORE:
-                compile_through(undoing, obtain)
-            compiled = self.lowered.compile()
+        if obtain is not None and not CAN_STORE:
+            compiled = obtain(Compilation("", (), lambda _: None, self.lowered.compile))
+        else:
+            with Undoing() as undoing, undoing:
+                if obtain is not None:
+                    compile_through(undoing, obtain)
+                compiled = self.lowered.compile()
         if not PRIVATE_API:
             return Runnable(compiled, self.out_tree)
         const_args = compiled.shard_const_args(self.lowered.const_args)
@@ -368,7 +372,7 @@ class Staged:
 def digest_of(staged: Staged) -> str:
     """The digest of what XLA would be given for what was lowered; compiles nothing.
 
-    Empty where `Staged.compile` would not call its `obtain`.
+    Empty where `Staged.compile` would not call its `obtain`, or with no digest.
     """
     found: list[str] = []
 

@@ -126,6 +126,10 @@ def build(
         """The executable of the module: held here, stored, of another rank, or compiled."""
         nonlocal source, digest, building
         digest = compilation.digest
+        if not digest:  # Only this process can have it.
+            before_compiling(module, digest)
+            with stage("compile"):
+                return compilation.compile()
         if together is not None:
             executable, source = together.obtain(
                 compilation, lambda: before_compiling(module, digest)

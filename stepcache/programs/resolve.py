@@ -157,6 +157,8 @@ class Resolver:
         advice = (*captured, *filter(None, (remade, settled)))
         how: dict[str, Any] = _how_resolved(program, remote_bytes)
         how |= {"called_time": time.time() - call_seconds}
+        if store is None:
+            how["not_stored"] = ""  # Nothing is to be.
 
         def complete(miss: Miss) -> Miss:
             return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
