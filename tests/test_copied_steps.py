@@ -49,10 +49,6 @@ KINDS = {
         lambda: snnx.step(of_model, batch="x", donate_argnames="x"),
         lambda step: step(module(), jnp.ones((1, 2))),
     ),
-    "nnx, packed": (
-        lambda: snnx.step(of_model, pack=True),
-        lambda step: step(module(), jnp.ones((1, 2))),
-    ),
     "nnx, as a tree": (
         lambda: snnx.step(of_model, graph=False),
         lambda step: step(module(), jnp.ones((1, 2))),

@@ -113,19 +113,19 @@ import jax.numpy as jnp, numpy as np, stepcache as sc
 def step(state, batch):
     return state + batch.sum(), batch.mean()
 many = step.repeat(4)
-print(float(many(jnp.float32(0), np.ones((4, 2), np.float32))[0]), many.stats().traces)
+print(float(many(jnp.float32(0), np.ones((4, 2), np.float32))[0]), many.stats().compiles)
 many.stats
 sc.current_session().cache.flush()
 """
 
 
 @pytest.mark.slow
-def test_a_later_start_loads_it_without_a_trace(tmp_path):
+def test_a_later_start_does_not_compile_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     import os
 
-    for traces in "10":
+    for compiles in "10":
         result = subprocess.run(
             [sys.executable, script],
             capture_output=True,
@@ -133,4 +133,4 @@ def test_a_later_start_loads_it_without_a_trace(tmp_path):
             env={**os.environ, "STEPCACHE_DIR": str(tmp_path / "cache")},
             check=True,
         )
-        assert result.stdout.split() == ["8.0", traces], result.stderr
+        assert result.stdout.split() == ["8.0", compiles], result.stderr

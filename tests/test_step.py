@@ -643,6 +643,18 @@ def test_what_no_program_can_hold_goes_to_jit_without_a_miss():
     assert float(total[...]) == 3.0
 
 
+@pytest.mark.parametrize("where", ["no_recompile", "on_miss"])
+def test_a_program_that_calls_back_is_not_compiled_where_that_is_forbidden(where):
+    step = sc.step(lambda x: (jax.debug.callback(lambda y: None, x), x)[1])
+    forbid = {"no_recompile": sc.no_recompile, "on_miss": lambda: sc.Session(on_miss="error")}
+    with forbid[where](), pytest.raises(sc.RecompileError):
+        step(1.0)
+    assert step(1.0) == 1 and step.stats().compiles == 1
+    assert step.last_miss.not_stored == "", "there is no directory"
+    with forbid[where]():
+        assert step(1.0) == 1
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
