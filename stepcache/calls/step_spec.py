@@ -72,8 +72,8 @@ class StepSpec:
 
 
 def _hashable(value: Any) -> Hashable:
-    if isinstance(value, list) and all(isinstance(each, str | int) for each in value):
-        return tuple(value)
+    if isinstance(value, list):
+        value = tuple(value)
     if isinstance(value, dict):
         return tuple(sorted((name, _hashable(entry)) for name, entry in value.items()))
     try:

@@ -174,9 +174,7 @@ def recommitted(outputs: Any, fast_path: Any, *, is_committed: bool) -> tuple[An
         return is_committed or isinstance(sharding, SingleDeviceSharding)
 
     def changed(x: Any) -> Any:
-        # Of float0, outputs are arrays of numpy.
-        has_changed = isinstance(x, jax.Array) and changes(x.sharding)
-        return committed(x, is_committed) if has_changed else x
+        return committed(x, is_committed) if changes(getattr(x, "sharding", None)) else x
 
     outputs = jax.tree_util.tree_map(changed, outputs)
     if fast_path is not None:

@@ -54,7 +54,6 @@ _SOURCES = {
     "compiled": "compiled",
     "memory": "traced, and runs the executable that this process has of the same module",
     "preloaded": "preloaded from disk",
-    "disk": "loaded from disk",
     "remote": "loaded from the shared cache",
 }
 
@@ -155,8 +154,8 @@ class Resolver:
         remote_bytes = remote.taken(program.digest) if remote is not None else None
         captured = map(_advise_on_capture, program.captured)
         advice = (*captured, *filter(None, (remade, settled)))
-        how: dict[str, Any] = _how_resolved(program, remote_bytes)
-        how |= {"called_time": time.time() - call_seconds}
+        how = _how_resolved(program, remote_bytes)
+        how["called_time"] = time.time() - call_seconds
         if store is None:
             how["not_stored"] = ""  # Nothing is to be.
 
@@ -168,7 +167,7 @@ class Resolver:
         if program.source != "compiled":
             final = _Once(lambda: complete(miss))
         if store is not None:
-            about = name, self._file, program.source, program.run.device_order
+            about = name, self.label, self._file, program.source, program.run.device_order
             settling = _Settling(*about, how["not_stored"], store, described, final, publication)
             self._unsettled.append(settling)
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
@@ -278,6 +277,7 @@ class _Settling:
     """
 
     name: str
+    label: str  # The step, by its file and name.
     file: str  # Where the function of the step is.
     source: str  # Where the executable was, as in `Program`.
     devices: Sequence[Any]
@@ -289,11 +289,11 @@ class _Settling:
 
     def __call__(self) -> None:
         store, publication, why_not = self.store, self.publication, self.why_not
-        described = self.described()
         if (self.source == "compiled" or publication.data) and not why_not:
-            why_not = store.publish(publication, described.label)
+            why_not = store.publish(publication, self.label)
         elif publication.building is not None:
             publication.building.release()
+        described = self.described()
         miss = self.miss()  # Before the prediction that it compares with is replaced.
         if why_not:
             miss = dataclasses.replace(miss, not_stored=why_not)

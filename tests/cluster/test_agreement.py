@@ -244,7 +244,7 @@ def test_a_difference_of_what_was_lowered_names_lines_of_code_before_xla_compile
     expected = {
         "global": [place["Of the global."], "rank 1 multiply by 3.0; rank 0 multiply by 2.0"],
         "code": ["sine"],
-        "branch": [place["Branch."], "max float32"],
+        "branch": [place["Branch."], "rank 1 add float32[]; rank 0 absent"],
     }
     for rank in ranks:
         errors = dict(each.split(" ", 1) for each in rank.said("error"))

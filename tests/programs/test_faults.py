@@ -71,7 +71,7 @@ WATCHED = codes_of(
     *(getattr(disk_store.DiskStore, name) for name in ("read", "loading", "publish", "_write")),
     *(getattr(disk_store.DiskStore, name) for name in ("_examine", "_prepare", "_path")),
 ) - codes_of(
-    *(getattr(store.ProgramStore, name) for name in ("__init__", "flush", "release")),
+    *(getattr(store.ProgramStore, name) for name in ("__init__", "flush")),
     *(prediction.Predictions.__init__, prediction.Predictions.begin),
     store._no_matter_of_the_step,
 )
