@@ -115,9 +115,8 @@ def _compile_over(found: Callable) -> Callable:
                 backend, module, executable_devices, options, host_callbacks
             )
 
-        digest = ""
-        if not host_callbacks:
-            digest = cache_key.get(module, devices, options, backend).rpartition("-")[2]
+        key = "" if host_callbacks else cache_key.get(module, devices, options, backend)
+        digest = key.rpartition("-")[2]
         return obtain(Compilation(digest, tuple(executable_devices), load, compile_it))
 
     return compile_or_get_cached

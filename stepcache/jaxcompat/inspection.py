@@ -70,11 +70,8 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
         seen.update((id(const), const) for const in getattr(current, "consts", ()) or ())
         inner = getattr(current, "jaxpr", current)
         for equation in inner.eqns:
-            if equation.params:
-                for value in equation.params.values():
-                    if hasattr(value, "consts"):
-                        stack.append(value)
-                stack.extend(jaxprs_in_params(equation.params))
+            stack += [each for each in equation.params.values() if hasattr(each, "consts")]
+            stack += jaxprs_in_params(equation.params)
     return [const for const in seen.values() if hasattr(const, "nbytes")]
 
 

@@ -354,13 +354,12 @@ class Staged:
 
         `obtain` is not called where JAX has compiled this very lowering before in this process.
         """
-        if obtain is not None and not CAN_STORE:
-            compiled = obtain(Compilation("", (), lambda _: None, self.lowered.compile))
-        else:
-            with Undoing() as undoing, undoing:
-                if obtain is not None:
-                    compile_through(undoing, obtain)
-                compiled = self.lowered.compile()
+        with Undoing() as undoing, undoing:
+            if obtain is not None and CAN_STORE:
+                compile_through(undoing, obtain)
+                obtain = None
+            about = "", (), lambda _: None, self.lowered.compile
+            compiled = obtain(Compilation(*about)) if obtain else self.lowered.compile()
         if not PRIVATE_API:
             return Runnable(compiled, self.out_tree)
         const_args = compiled.shard_const_args(self.lowered.const_args)

@@ -126,11 +126,7 @@ def build(
         """The executable of the module: held here, stored, of another rank, or compiled."""
         nonlocal source, digest, building
         digest = compilation.digest
-        if not digest:  # Only this process can have it.
-            before_compiling(module, digest)
-            with stage("compile"):
-                return compilation.compile()
-        if together is not None:
+        if digest and together is not None:
             executable, source = together.obtain(
                 compilation, lambda: before_compiling(module, digest)
             )
@@ -138,10 +134,11 @@ def build(
         if (executable := held(compilation)) is not None:
             source = "memory"
             return executable
-        found = store.find(compilation, stage) if store is not None else None
-        if found is None and store is not None:
+        shared = store if digest else None  # Without one, only this process can have it.
+        found = shared.find(compilation, stage) if shared is not None else None
+        if found is None and shared is not None:
             # One of the processes that need it compiles it; the others wait, and load it.
-            found = store.lock_or_find(compilation, stage)
+            found = shared.lock_or_find(compilation, stage)
             if isinstance(found, Building):
                 building, found = found, None
         if found is not None:

@@ -147,9 +147,8 @@ class Resolver:
         call_seconds = time.perf_counter() - started
         own_seconds = call_seconds - sum(stopwatch.seconds.values())
         program, settled = self._settled(request, program)
-        remade = ""
-        if miss.number == 1 and self._miss_log.making.place:
-            remade = advice_on_remaking(self._miss_log.making.place, self._spec.fun)
+        place = self._miss_log.making.place if miss.number == 1 else ""
+        remade = advice_on_remaking(place, self._spec.fun) if place else ""
         remote = store.remote if store is not None and program.source == "remote" else None
         remote_bytes = remote.taken(program.digest) if remote is not None else None
         captured = map(_advise_on_capture, program.captured)
@@ -163,9 +162,8 @@ class Resolver:
             return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
 
         module, digest = publication.module, program.digest
-        final = _Once(lambda: complete(explained(module, digest)))
-        if program.source != "compiled":
-            final = _Once(lambda: complete(miss))
+        is_compiled = program.source == "compiled"
+        final = _Once(lambda: complete(explained(module, digest) if is_compiled else miss))
         if store is not None:
             about = name, self.label, self._file, program.source, program.run.device_order
             settling = _Settling(*about, how["not_stored"], store, described, final, publication)

@@ -101,9 +101,7 @@ class ProgramStore:
     @_no_matter_of_the_step("begin to preload programs")
     def begin(self) -> None:
         """Begins to preload what the last runs of this script used."""
-        fetched = None
-        if self.remote is not None:
-            fetched = self.remote.fetch_ahead(prediction_name(), programs_in)
+        fetched = self.remote and self.remote.fetch_ahead(prediction_name(), programs_in)
         self.preloader.start(fetched)
 
     @_no_matter_of_the_step("look for a program")
