@@ -149,7 +149,7 @@ class Resolver:
         program, settled = self._settled(request, program)
         place = self._miss_log.making.place if miss.number == 1 else ""
         remade = advice_on_remaking(place, self._spec.fun) if place else ""
-        remote = store.remote if store is not None and program.source == "remote" else None
+        remote = store.remote if store is not None and program.source != "compiled" else None
         remote_bytes = remote.taken(program.digest) if remote is not None else None
         captured = map(_advise_on_capture, program.captured)
         advice = (*captured, *filter(None, (remade, settled)))
@@ -345,7 +345,8 @@ def _without_arrays(request: Request) -> Request:
 
 def _how_resolved(program: Program, remote_bytes: int | None = None) -> dict[str, Any]:
     """How a program was obtained, and why it is not stored, as fields of its miss."""
-    remedy = _SOURCES.get(program.source) or f"loaded from {program.source}"
+    source = "remote" if remote_bytes is not None else program.source  # Maybe fetched ahead.
+    remedy = _SOURCES.get(source) or f"loaded from {source}"
     if program.source != "compiled":
         size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
         remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"

@@ -13,7 +13,7 @@ from pathlib import Path
 from stepcache.link import file_lock
 from stepcache.link.processes import Process
 
-_LOOKS, _LOOK_SECONDS = 10, 0.05
+_LOOKS, _LOOK_SECONDS = 40, 0.05
 
 
 class Building:

@@ -183,9 +183,11 @@ def test_what_one_machine_builds_another_loads(url, tmp_path):
     machine = Machine(url, tmp_path)
     assert machine.run() == [LOADED, LOADED]
     stats = machine.life.first.stats()
-    assert stats.remote_loads == 1 and stats.remote_bytes > 1000 and stats.remote_seconds > 0
+    assert stats.remote_loads == 1 and stats.remote_bytes > 1000
     (loaded,) = [each for each in recorder.recent(Loaded)[-2:] if each.step == "first"]
-    assert loaded.source == "remote" and loaded.remote_bytes == stats.remote_bytes
+    assert loaded.remote_bytes == stats.remote_bytes
+    # Else it was fetched ahead, so that the call did not wait.
+    assert (loaded.source == "remote") == (stats.remote_seconds > 0)
     # From now on it is on the disk of this machine, signed with the key of its directory.
     machine.cache = sc.ProgramCache(machine.directory, remote="off")
     machine.life.first.clear_cache()
