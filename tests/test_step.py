@@ -1,5 +1,6 @@
 """What a step adds to `jax.jit`: carry, warm, reasons, statistics, a life of its own."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -646,12 +647,15 @@ def test_what_no_program_can_hold_goes_to_jit_without_a_miss():
 @pytest.mark.parametrize("where", ["no_recompile", "on_miss"])
 def test_a_program_that_calls_back_is_not_compiled_where_that_is_forbidden(where):
     step = sc.step(lambda x: (jax.debug.callback(lambda y: None, x), x)[1])
-    forbid = {"no_recompile": sc.no_recompile, "on_miss": lambda: sc.Session(on_miss="error")}
-    with forbid[where](), pytest.raises(sc.RecompileError):
+    cache = sc.ProgramCache(None)
+    on_miss = {"no_recompile": "compile", "on_miss": "error"}[where]
+    forbid = sc.no_recompile if where == "no_recompile" else contextlib.nullcontext
+    with sc.Session(cache=cache, on_miss=on_miss), forbid(), pytest.raises(sc.RecompileError):
         step(1.0)
-    assert step(1.0) == 1 and step.stats().compiles == 1
+    with sc.Session(cache=cache):
+        assert step(1.0) == 1 and step.stats().compiles == 1
     assert step.last_miss.not_stored == "", "there is no directory"
-    with forbid[where]():
+    with sc.Session(cache=cache, on_miss=on_miss), forbid():
         assert step(1.0) == 1
 
 
