@@ -138,7 +138,7 @@ def compared_with_earlier_run(
             return miss
         row = min(rows, key=lambda row: len(differences(row.call, described.call)))
         changes, more = differences(row.call, described.call), 0
-    elif row.program == digest:
+    elif any(row[1:3] == (described.signature, digest) for row in rows):
         return dataclasses.replace(miss, reason="gone from disk") if is_first else miss
     else:
         changes, more = differences(store.predictions.environment(row), described.environment), 0

@@ -29,7 +29,7 @@ from stepcache.weak_objects import WeakObjects
 
 _LOADERS = 2  # XLA loads without Python's lock.
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
-_ROWS_A_STEP, _ROWS = 16, 2048
+_ROWS_A_STEP, _ROWS = 256, 2048
 _POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
 
 _log = logging.getLogger("stepcache")
@@ -92,7 +92,7 @@ class Predictions:
         self._lock = threading.RLock()
         self._known: dict[str, list[Prediction]] | None = None  # Of the last runs, by label.
         self._environments: dict[str, dict[str, str]] = {}
-        self._used: dict[tuple[str, str], Prediction] = {}  # In this run, by label and signature.
+        self._used: dict[tuple[str, str, str], Prediction] = {}  # In this run, by its first fields.
         self._written: set[str] = set()  # The labels whose rows are those of this run by now.
         self.is_new = False  # Whether this run has used what is not written yet.
 
@@ -126,7 +126,7 @@ class Predictions:
         return sorted((row for rows in latest for row in rows), key=lambda row: row.time)
 
     def find(self, label: str, signature: str) -> Prediction | None:
-        """The program that a run used for a call; None if none is known."""
+        """The program that the latest run used last for a call; None if none is known."""
         rows = self._known_rows().get(label, ())
         return next((row for row in rows if row.signature == signature), None)
 
@@ -138,31 +138,31 @@ class Predictions:
         """The settings, flags and versions under which a program was compiled."""
         return self._environments.get(row.environment, {})
 
-    def note(self, row: Prediction, environment: dict[str, str]) -> None:
-        """Notes that this run uses a program."""
-        before = self.find(row.label, row.signature)
+    def note(self, row: Prediction, environment: dict[str, str]) -> bool:
+        """Notes the use of a program; returns whether an earlier run used it for such a call."""
+        is_known = any(each[:3] == row[:3] for each in self.of_step(row.label))
         with self._lock:
             self._environments[row.environment] = environment
-            self._used[row.label, row.signature] = row._replace(run=self._run)
-            is_known = before is not None and before.program == row.program
+            self._used[row[:3]] = row._replace(run=self._run)
+            if len(self._used) > _ROWS:
+                del self._used[next(iter(self._used))]
             self.is_new |= not is_known or row.label in self._written
+        return is_known
 
     def write(self) -> bytes:
         """Writes what this run has used so far beside what others have; returns that."""
         with self._lock:
             self.is_new, used = False, dict(self._used)
-            self._written = labels = {label for label, _ in used}
+            self._written = labels = {label for label, _, _ in used}
+            calls = {name[:2] for name in used}
             others = self._read()  # Another process may have written since.
             rows: list[Prediction] = []
             for label in dict.fromkeys((*labels, *others)):
                 own = [row for row in used.values() if row.label == label]
-                rest = [row for row in others.get(label, ()) if (label, row.signature) not in used]
+                rest = [row for row in others.get(label, ()) if row[:2] not in calls]
                 rows += [*own[::-1], *rest][:_ROWS_A_STEP]
             rows = rows[:_ROWS]
-            kept = {row.environment for row in rows}
-            environments = {
-                name: facts for name, facts in self._environments.items() if name in kept
-            }
+            environments = {row.environment: self.environment(row) for row in rows}
             payload = plain.pack([environments, [list(row) for row in rows]])
         self._disk.publish("prediction", prediction_name(), {"programs": len(rows)}, payload)
         return payload

@@ -314,7 +314,6 @@ class _Settling:
             advice=list(miss.advice),
         )
         if not why_not:
-            store.preloader.drop(described.label, described.signature)
             about = publication.digest, self.devices, self.file, time.time()
             store.note_use(prediction_of(described, *about), described.environment)
 

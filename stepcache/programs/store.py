@@ -209,7 +209,8 @@ class ProgramStore:
 
     def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
         """Notes that this run uses a program, so that the next one preloads it."""
-        self.predictions.note(row, environment)
+        if not self.predictions.note(row, environment):
+            self.preloader.drop(row.label, row.signature)
         if self.predictions.is_new and not self._is_to_write:
             self._is_to_write = True
             self.worker.submit(self._write_predictions)

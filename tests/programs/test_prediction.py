@@ -77,9 +77,31 @@ def test_of_each_step_what_its_last_run_used_in_the_order_of_use(disk, loads, mo
     assert preloader.take(digest("d"), jax.devices("cpu")[1:2]) is None
 
 
+def test_closures_of_one_factory_are_all_predicted(disk, loads, monkeypatch):
+    """They have one name and are called alike; each has a program of its own."""
+    monkeypatch.setattr(prediction, "_LOADERS", 1)
+    same = [
+        row(name, number=number)._replace(signature="call") for number, name in enumerate("abc")
+    ]
+    predictions = Predictions(disk)
+    assert not any(predictions.note(each, {}) for each in same)
+    for each in same:
+        disk.publish("program", each.program, {}, each.program.encode())
+    predictions.write()
+    preloaded(disk)
+    assert loads == [each.program.encode() for each in same]
+    later = Predictions(disk)
+    assert later.note(same[1], {}), "an earlier run has used it"
+    assert not later.note(row("d")._replace(signature="call"), {})
+    later.write()
+    of_call = [each.program for each in Predictions(disk).of_step("step")]
+    assert of_call == [digest("d"), digest("b")], "those of the latest run"
+
+
 def test_what_is_known_is_bounded(disk, loads, monkeypatch):
+    monkeypatch.setattr(prediction, "_ROWS_A_STEP", 16)
     note(disk, *(row(f"{n:03}", number=n) for n in range(40)))
-    assert len(Predictions(disk).of_step("step")) == prediction._ROWS_A_STEP
+    assert len(Predictions(disk).of_step("step")) == 16
     assert Predictions(disk).of_step("step")[0].signature == "call of 039"
     monkeypatch.setattr(prediction, "_ROWS", 20)
     note(disk, *(row(f"{n:03}", f"step {n}", n) for n in range(30)))
@@ -123,6 +145,7 @@ def test_a_call_waits_for_a_load_under_way(disk, monkeypatch):
     note(disk, row("a"))
     (preloader := Preloader(disk, Predictions(disk))).start()
     assert begun.wait(LIMIT_SECONDS)
+    preloader.preparing.result(LIMIT_SECONDS)
     threading.Timer(0.1, go_on.set).start()
     assert preloader.take(digest("a"), jax.devices()[:1]) == b"a"
 
