@@ -167,8 +167,8 @@ _ROWS = (
         *(_NNX, "stepcache.nnx"),
     ),
     (
-        *("the next start, 24 layers on 4 devices", "restart", "24 layers, 4 devices"),
-        *(_CACHE, "stepcache, defined first"),
+        *("the next start, 12 layers", "small_steps", "12 layers, warm"),
+        *_CACHE_OF_OURS,
     ),
     (
         *("the next start, 40 small functions", "small_steps", "40 functions, warm"),
