@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import communication_tables
-from benchmarks.result_tables import EVERY, beside_others, on_a_gpu, result, table
+from benchmarks.result_tables import EVERY, RESULTS, beside_others, on_a_gpu, result, table
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
@@ -311,8 +311,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     each.__name__.replace("_", " "): each
     for each in (
         hit,
-        restart,
-        cold,
+        *([restart] if list(RESULTS.glob("restart-*.json")) else []),
+        *([cold] if list(RESULTS.glob("small_steps-*.json")) else []),
         shared_cache,
         padding,
         reads,
