@@ -5,10 +5,7 @@ as users run them are in `test_scripts`.
 """
 
 import json
-import os
 import shutil
-import stat
-import subprocess
 import sys
 import textwrap
 import threading
@@ -441,60 +438,3 @@ def test_a_directory_that_is_removed_meanwhile(tmp_path, caplog):
     assert counts(step) == (3, 3, 0)
     assert "Traceback" not in caplog.text
     assert counts(start(DOUBLE, tmp_path)[1])[0] == 1
-
-
-def run_script(code: str, directory: str, **environment):
-    environment = dict(os.environ, STEPCACHE_DIR=directory) | environment
-    return subprocess.run(
-        [sys.executable, "-W", "always", "-c", textwrap.dedent(code)],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-ONE_STEP = """
-import numpy as np, stepcache as sc
-step = sc.step(lambda x: x * 2)
-print(step(np.ones(8))[0], step(np.ones(4))[0], step.stats().loads)
-"""
-
-
-def test_off_means_off():
-    done = run_script(ONE_STEP + "print(step._engine.scope().cache.store())", "off")
-    assert done.stdout.split() == ["2.0", "2.0", "0", "None"] and done.stderr == ""
-
-
-@pytest.mark.slow
-def test_the_directory_is_private_and_each_process_has_its_own_settings(tmp_path):
-    """What another user's flags and settings compile is another program of the same directory."""
-    directory = tmp_path / "new"
-    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_min_max=true"}
-    settings = [{}, flags, {"JAX_ENABLE_X64": "1"}, {"JAX_NUM_CPU_DEVICES": "2"}]
-    loads = [
-        run_script(ONE_STEP, str(directory), **each).stdout.split()[2] for each in settings * 2
-    ]
-    assert loads[:3] == ["0", "0", "0"] and loads[4:] == ["2"] * 4
-    for path in (directory, *directory.rglob("*")):
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
-
-
-@pytest.mark.slow
-def test_jax_own_persistent_cache_goes_on_working(tmp_path):
-    code = f"""
-    import jax, numpy as np
-    jax.config.update("jax_compilation_cache_dir", "{tmp_path / "jax"}")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    import stepcache as sc
-    step = sc.step(lambda x: x * 3 + 1)
-    step(np.ones(8))
-    print(step.stats().compiles)
-    jax.jit(lambda x: x * 5)(np.ones(8))
-    """
-    for compiles in "10":
-        assert run_script(code, str(tmp_path / "programs")).stdout.split() == [compiles]
-    names = [path.name for path in (tmp_path / "jax").iterdir()]
-    assert sum("lambda" in name and name.endswith("-cache") for name in names) == 1, "of plain jit"

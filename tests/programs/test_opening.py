@@ -1,6 +1,7 @@
 """The directory of stored programs: which one it is, and what is said where there is none."""
 
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -91,3 +92,41 @@ def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
         cache.flush()
     assert [*start.iterdir()] == [start / "programs"] and not [*later.iterdir()]
     assert [*(start / "programs" / ROOT / "runs").iterdir()]
+
+
+def test_off_means_off():
+    done = run_script(ONE_STEP + "print(step._engine.scope().cache.store())", "off")
+    assert done.stdout.split() == ["2.0", "2.0", "0", "None"] and done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_directory_is_private_and_each_process_has_its_own_settings(tmp_path):
+    """What another user's flags and settings compile is another program of the same directory."""
+    directory = tmp_path / "new"
+    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_min_max=true"}
+    settings = [{}, flags, {"JAX_ENABLE_X64": "1"}, {"JAX_NUM_CPU_DEVICES": "2"}]
+    loads = [
+        run_script(ONE_STEP, str(directory), **each).stdout.split()[2] for each in settings * 2
+    ]
+    assert loads[:3] == ["0", "0", "0"] and loads[4:] == ["2"] * 4
+    for path in (directory, *directory.rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+@pytest.mark.slow
+def test_jax_own_persistent_cache_goes_on_working(tmp_path):
+    code = f"""
+    import jax, numpy as np
+    jax.config.update("jax_compilation_cache_dir", "{tmp_path / "jax"}")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    import stepcache as sc
+    step = sc.step(lambda x: x * 3 + 1)
+    step(np.ones(8))
+    print(step.stats().compiles)
+    jax.jit(lambda x: x * 5)(np.ones(8))
+    """
+    for compiles in "10":
+        assert run_script(code, str(tmp_path / "programs")).stdout.split() == [compiles]
+    names = [path.name for path in (tmp_path / "jax").iterdir()]
+    assert sum("lambda" in name and name.endswith("-cache") for name in names) == 1, "of plain jit"
