@@ -6,6 +6,7 @@ always that of the running process's own lowering.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,21 +56,19 @@ def serialize_executable(executable: Any) -> bytes:
 
 
 def load_executable(data: bytes, devices: Sequence[Device]) -> Any:
-    """Loads XLA's part of a program onto devices, given in the order of its device assignment.
-
-    The options say so to XLA too, which would otherwise bind it to all devices.
-    """
+    """Loads XLA's part of a program onto devices, given in the order of its device assignment."""
     if _CALLS_LAPACK in data:
         # Through pointers that JAX sets when it lowers such a call; unset, they end the process.
         lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
-    client = devices[0].client
-    options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=len(devices),
-        device_assignment=np.array([[device.id for device in devices]]),
-        backend=client,
-    )
-    return client.deserialize_executable(data, xla_client.DeviceList(tuple(devices)), options)
+    return devices[0].client.deserialize_executable(data, *_where(tuple(devices)))
+
+
+@functools.lru_cache(maxsize=16)
+def _where(devices: tuple[Device, ...]) -> tuple[Any, Any]:
+    # The options say it too: XLA would otherwise bind the executable to all devices.
+    assignment = np.array([[device.id for device in devices]])
+    options = compiler.get_compile_options(1, len(devices), assignment, backend=devices[0].client)
+    return xla_client.DeviceList(devices), options
 
 
 _CALLS_LAPACK = b"lapack_"  # Begins the names of all its functions, on CPUs.

@@ -7,13 +7,12 @@ import functools
 import inspect
 import sys
 import types
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
 _MOST_PARTS, _CODES_REMEMBERED = 512, 256
-_latest: OrderedDict[str, dict[str, Any]] = OrderedDict()  # By where the code is.
+_latest: dict[str, dict[str, Any]] = {}  # By where the code is.
 
 
 def advice_on_remaking(place: str, fun: Any) -> str:
@@ -29,10 +28,7 @@ def advice_on_remaking(place: str, fun: Any) -> str:
     listed = "; ".join(f"{name}: {before[name]} → {numbers[name]}" for name in changed[:3])
     text = f"the step made before captured another number ({listed}): pass it as an argument"
     if "optax" in sys.modules:
-        text += (
-            ", or, of an optimizer, keep it in its state: "
-            "optax.inject_hyperparams(optax.adam)(learning_rate=...)"
-        )
+        text += ", or use optax.inject_hyperparams(optax.adam)(learning_rate=...) for an optimizer"
     return text
 
 
@@ -50,8 +46,7 @@ def _captured_numbers(fun: Any) -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # A variable that has no value yet.
                 parts = dict(inspect.getclosurevars(value).nonlocals)
         elif isinstance(value, functools.partial):
-            arguments = {str(number): each for number, each in enumerate(value.args)}
-            parts = {"func": value.func, **arguments, **value.keywords}
+            parts = {"func": value.func, "args": value.args, **value.keywords}
         elif isinstance(value, types.MethodType):
             parts = {"self": value.__self__, "function": value.__func__}
         elif isinstance(value, tuple):  # As of optax: functions in a named tuple.

@@ -197,6 +197,7 @@ class Preloader:
         self._executor = ThreadPoolExecutor(_LOADERS, "stepcache preload")
         self.loads: dict[_Key, tuple[Prediction, Future[Any]]] = {}
         self._taken: set[_Key] = set()
+        self._lock = threading.Lock()
         self.preparing: Future[None] | None = None
         self.is_stopping = False
 
@@ -226,8 +227,9 @@ class Preloader:
             time.sleep(_POLL_SECONDS)
         for row, data in executables:
             key = row.program, tuple(row.devices)
-            if key not in self._taken and key not in self.loads:
-                self.loads[key] = row, self._executor.submit(self._load, row, data)
+            with self._lock:
+                if key not in self._taken and key not in self.loads:
+                    self.loads[key] = row, self._executor.submit(self._load, row, data)
 
     def _load(self, row: Prediction, data: bytes) -> Any:
         try:
@@ -245,8 +247,9 @@ class Preloader:
         Waits for a load that has begun.
         """
         key = digest, tuple(device.id for device in devices)
-        self._taken.add(key)
-        _, load = self.loads.pop(key, (None, None))
+        with self._lock:
+            self._taken.add(key)
+            _, load = self.loads.pop(key, (None, None))
         return None if load is None or load.cancel() else load.result()
 
     def drop(self, label: str, signature: str) -> None:

@@ -92,8 +92,8 @@ class ProgramStore:
     ):
         self.disk, self.run_log, self.remote = disk, run_log, remote
         self.min_build_seconds = min_build_seconds
-        self.worker = Worker("stepcache store")
-        self.predictions, self._is_to_write = Predictions(disk), False
+        self.worker = Worker("stepcache store", after=self._write_predictions)
+        self.predictions = Predictions(disk)
         self._has_published = False  # Whether this run has stored what other machines may lack.
         self.preloader = Preloader(disk, self.predictions)
         self._locks = BuildLock(disk.root / "building") if disk.writable else None
@@ -162,16 +162,6 @@ class ProgramStore:
             if found is not None or not self._locks.was_left(digest):
                 return found  # Else it was killed, and one of those that wait takes over.
 
-    @_no_matter_of_the_step("name its directory", "")
-    def name(self) -> str:
-        """Names the directory: the same in all processes that look into it, and in no others."""
-        return self.disk.vouch(b"the name of this directory").hex()[:16]
-
-    def program_bytes(self, digest: str) -> bytes:
-        """A stored executable, for another process; empty where there is none."""
-        entry = self.disk.read("program", digest)
-        return entry.payload if entry is not None else b""
-
     @_no_matter_of_the_step("store a program", "it is not stored: see the log")
     def publish(self, publication: Publication, label: str) -> str:
         """Stores a program of the step of this label; returns why not, an empty text if it has."""
@@ -211,17 +201,16 @@ class ProgramStore:
         """Notes that this run uses a program, so that the next one preloads it."""
         if not self.predictions.note(row, environment):
             self.preloader.drop(row.label, row.signature)
-        if self.predictions.is_new and not self._is_to_write:
-            self._is_to_write = True
-            self.worker.submit(self._write_predictions)
 
     def _write_predictions(self) -> None:
+        if not self.predictions.is_new or self.worker.has_more():
+            return
         # What other steps use, which are being started, is written with it.
         self.worker.is_urgent.wait(_QUIET_SECONDS)
-        self._is_to_write = False
-        payload = self.predictions.write()
-        if self.remote is not None and self._has_published:
-            self.remote.upload_prediction(prediction_name(), payload)
+        if not self.worker.has_more():
+            payload = self.predictions.write()
+            if self.remote is not None and self._has_published:
+                self.remote.upload_prediction(prediction_name(), payload)
 
     @_no_matter_of_the_step("write its run log")
     def log(self, event: str, step: str, label: str, **details: Any) -> None:

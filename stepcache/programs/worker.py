@@ -22,7 +22,7 @@ from stepcache.weak_objects import WeakObjects
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
 _LOOK_SECONDS = 0.02
 # Small steps that are built one after the other are stored after the last one, but for so many.
-_QUIET_SECONDS, _JOBS_WAITING = 0.1, 24
+_QUIET_SECONDS, _JOBS_WAITING = 0.1, 48
 
 _log = logging.getLogger("stepcache")
 
@@ -51,12 +51,15 @@ class _Tracing(Shared):
         self._over = threading.Event()  # Another thread of the parent may have had its lock.
         super().reset()
 
-    def wait_until_over(self, quiet_seconds: float, is_urgent: Callable[[], bool]) -> None:
-        """Waits until no trace was under way for some time; not long, nor where it is urgent."""
+    def wait_until_over(self, for_quiet: Callable[[], bool], is_urgent: Callable[[], bool]) -> None:
+        """Waits until no trace is under way; not long, nor where it is urgent.
+
+        As long as it is to wait `for_quiet`, until none was under way for some time.
+        """
         limit = time.monotonic() + _LONGEST_TRACE_SECONDS
         while not is_urgent() and (now := time.monotonic()) < limit:
             if self._over.wait(_LOOK_SECONDS):
-                if now >= self._ended + quiet_seconds:
+                if not for_quiet() or now >= self._ended + _QUIET_SECONDS:
                     return
                 time.sleep(_LOOK_SECONDS)
 
@@ -65,10 +68,15 @@ tracing = _Tracing()
 
 
 class Worker:
-    """Runs jobs one after the other, in a thread. A job that raises is logged."""
+    """Runs jobs one after the other, in a thread. A job that raises is logged.
 
-    def __init__(self, name: str):
-        self._name = name
+    Args:
+        name: of the thread.
+        after: called there after each job.
+    """
+
+    def __init__(self, name: str, after: Callable[[], None] = lambda: None):
+        self._name, self.after = name, after
         self.begin()
         _live.add(self)
 
@@ -90,6 +98,10 @@ class Worker:
         self._jobs.add(future)
         future.add_done_callback(self._jobs.discard)
 
+    def has_more(self) -> bool:
+        """Whether other jobs wait, for the one that asks."""
+        return len(self._jobs) > 1
+
     def flush(self) -> None:
         """Waits until all jobs have run, and those that they have submitted."""
         self.is_urgent.set()
@@ -105,17 +117,16 @@ class _Job:
         self._worker, self._work = worker, [work]
 
     def __call__(self) -> None:
-        is_behind = len(self._worker._jobs) > _JOBS_WAITING
-        quiet_seconds = 0.0 if is_behind else _QUIET_SECONDS
-        tracing.wait_until_over(quiet_seconds, self._worker.is_urgent.is_set)
+        jobs, is_urgent = self._worker._jobs, self._worker.is_urgent.is_set
+        tracing.wait_until_over(lambda: len(jobs) <= _JOBS_WAITING, is_urgent)
         with contextlib.suppress(IndexError):
-            work = self._work.pop()
-            try:
-                # Else a call beside it would wait for Python's lock as long as that lets it run.
-                with _process_hooks.quick_switching():
-                    work()
-            except BaseException:
-                _log.exception("%s: a job failed", self._worker._name)
+            for work in (self._work.pop(), self._worker.after):
+                try:
+                    # Else a call beside it would wait for Python's lock as long as that lets it.
+                    with _process_hooks.quick_switching():
+                        work()
+                except BaseException:
+                    _log.exception("%s: a job failed", self._worker._name)
 
 
 _live: WeakObjects[Worker] = WeakObjects()

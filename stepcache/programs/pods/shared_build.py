@@ -7,6 +7,7 @@ executable, and the others load it. Nothing runs before all have it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from stepcache.programs.pods.reports import (
     decide_on_modules,
     short_digest,
 )
-from stepcache.programs.store import Publication
+from stepcache.programs.store import ProgramStore, Publication
 from stepcache.units import listed, readable_ranks
 
 _MAX_SHOWN = 12
@@ -155,7 +156,8 @@ class Together:
         elif store is not None and store.disk.holds("program", program):
             holds = "disk"
         if store is not None:
-            directory = store.name()
+            with contextlib.suppress(OSError):  # There is no key yet.
+                directory = store.disk.vouch(b"the name of this directory").hex()[:16]
         report = ModuleReport(short_digest(module), program, holds, directory)
         decision = self._merge(report)
         if len(decision.sides) > 1:
@@ -217,7 +219,7 @@ class Together:
             with stage("wait"):
                 data = zlib.decompress(self._round.channel.receive("program", roles.leader))
             if not data and roles.shares_directory and self._store is not None:
-                data, self.is_published = self._store.program_bytes(compilation.digest), True
+                data, self.is_published = _stored_bytes(self._store, compilation.digest), True
             try:
                 if data:
                     self.data = data
@@ -254,7 +256,7 @@ class Together:
                 if receivers and source == "compiled":
                     self._serialize(compilation.digest, executable)
                 elif receivers and store is not None:
-                    self.data, self.is_published = store.program_bytes(compilation.digest), True
+                    self.data, self.is_published = _stored_bytes(store, compilation.digest), True
                 if not (self.is_published and roles.shares_directory):
                     packed = zlib.compress(self.data, 1)
         finally:
@@ -293,6 +295,12 @@ class Together:
         elif not (self._has_concluded or isinstance(error, AgreementError)):
             self._has_concluded = True
             self._round.merge("held", plain.pack(first_line(error)), _merge_errors)
+
+
+def _stored_bytes(store: ProgramStore, digest: str) -> bytes:
+    """A stored executable, for another process; empty where there is none."""
+    entry = store.disk.read("program", digest)
+    return entry.payload if entry is not None else b""
 
 
 def _merge_errors(contributions: dict[int, bytes]) -> bytes:
