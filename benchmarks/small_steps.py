@@ -4,7 +4,8 @@ Each contender runs in fresh processes, in turn with its peer:
 
 - cold, nothing stored: plain `jax.jit` and stepcache;
 - warm, from a directory that an earlier process filled: JAX's persistent compilation cache, all its
-  thresholds at zero, and stepcache.
+  thresholds at zero, and stepcache, whose steps are called at once, or a second after they were
+  defined, as where a script builds its data in between.
 
 Two times are taken: seconds from the first call to the last result, where each step is called once
 and waited for, and seconds from there to the end of the process.
@@ -36,7 +37,9 @@ COLD = {
 WARM = {
     "jax.jit, persistent cache": "jax",
     "stepcache, second start": "stepcache",
+    "stepcache, defined a second before": "stepcache",
 }
+AHEAD = {"stepcache, defined a second before": 1.0}
 BODIES = (
     "jnp.tanh(x * {constant}) + jnp.cos(x)",
     "jax.nn.softmax(x @ x.T / {constant}).sum(axis=0)",
@@ -113,7 +116,7 @@ def module_source(case: Case) -> str:
 # ---- in the process that is timed --------------------------------------------------------------
 
 
-def work(way: str, kind: str, count: int) -> None:
+def work(way: str, kind: str, count: int, ahead_seconds: float) -> None:
     """Calls each step once, and prints what that took, and when it was over, as JSON."""
     import jax
     import numpy as np
@@ -140,6 +143,7 @@ def work(way: str, kind: str, count: int) -> None:
         for number, function in enumerate(FUNCTIONS):
             shape = (8, 3) if kind == "closures" else (2 + number % 7, 3)
             calls.append((wrap(function), (np.linspace(0, 1, 24).reshape(8, 3)[: shape[0]],)))
+    time.sleep(ahead_seconds)
     outputs = []
     started = time.perf_counter()
     for step, arguments in calls:
@@ -157,7 +161,7 @@ def work(way: str, kind: str, count: int) -> None:
 # ---- around it ---------------------------------------------------------------------------------
 
 
-def run(case: Case, way: str, stored: Path, module: Path) -> dict[str, Any]:
+def run(case: Case, way: str, stored: Path, module: Path, ahead: float = 0.0) -> dict[str, Any]:
     """One fresh process; `stored` is the directory of its programs, `module` of its functions."""
     environment = dict(os.environ, STEPCACHE_DIR="off")
     if way == "stepcache":
@@ -171,6 +175,7 @@ def run(case: Case, way: str, stored: Path, module: Path) -> dict[str, Any]:
     path = [str(module), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     arguments = ["--work", way, "--kind", case.kind, "--count", str(case.count)]
+    arguments += ["--ahead", str(ahead)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.small_steps", *arguments],
         env=environment,
@@ -187,18 +192,16 @@ def run(case: Case, way: str, stored: Path, module: Path) -> dict[str, Any]:
 def one_round(case: Case, root: Path, shuffler: random.Random) -> dict[str, dict[str, Any]]:
     """Each contender once. Every warm start begins with the directory as the first left it."""
     results = {}
-    ways = ["jax", "stepcache"]
-    shuffler.shuffle(ways)
-    for way in ways:
+    contenders = list((WARM if case.warm else COLD).items())
+    shuffler.shuffle(contenders)
+    for name, way in contenders:
         stored = root / way
         shutil.rmtree(stored, ignore_errors=True)
         if case.warm:
             shutil.copytree(root / f"{way}, filled", stored)
         else:
             stored.mkdir(mode=0o700)
-        for name, its_way in (WARM if case.warm else COLD).items():
-            if its_way == way:
-                results[name] = run(case, way, stored, root)
+        results[name] = run(case, way, stored, root, AHEAD.get(name, 0.0))
     return results
 
 
@@ -245,9 +248,10 @@ def main() -> None:
     parser.add_argument("--work", choices=("jax", "stepcache"), help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ahead", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.kind, options.count)
+        work(options.work, options.kind, options.count, options.ahead)
         return
     from benchmarks.harness import show, write
 

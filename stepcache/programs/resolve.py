@@ -49,6 +49,7 @@ from stepcache.units import readable_bytes
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
+_STORING_SECONDS, _NOTING_SECONDS = 0.002, 0.00025  # Of a small program.
 
 _SOURCES = {
     "compiled": "compiled",
@@ -264,7 +265,8 @@ class Resolver:
         while self._unsettled:
             with contextlib.suppress(IndexError):  # Another thread may take the last one.
                 settling = self._unsettled.pop()
-                settling.store.worker.submit(settling)
+                seconds = _STORING_SECONDS if settling.source == "compiled" else _NOTING_SECONDS
+                settling.store.worker.submit(settling, seconds)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

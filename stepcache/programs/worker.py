@@ -21,8 +21,9 @@ from stepcache.weak_objects import WeakObjects
 
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
 _LOOK_SECONDS = 0.02
-# Small steps that are built one after the other are stored after the last one, but for so many.
-_QUIET_SECONDS, _JOBS_WAITING = 0.1, 48
+# Steps that are built one after the other are stored after the last one: beside them it would take
+# twice as long. But the end of the process is to wait no longer than this for what is left.
+_QUIET_SECONDS, _SECONDS_LEFT = 0.1, 0.1
 
 _log = logging.getLogger("stepcache")
 
@@ -52,10 +53,7 @@ class _Tracing(Shared):
         super().reset()
 
     def wait_until_over(self, for_quiet: Callable[[], bool], is_urgent: Callable[[], bool]) -> None:
-        """Waits until no trace is under way; not long, nor where it is urgent.
-
-        As long as it is to wait `for_quiet`, until none was under way for some time.
-        """
+        """Waits, not long, until no trace is under way, nor was lately where it is `for_quiet`."""
         limit = time.monotonic() + _LONGEST_TRACE_SECONDS
         while not is_urgent() and (now := time.monotonic()) < limit:
             if self._over.wait(_LOOK_SECONDS):
@@ -83,11 +81,11 @@ class Worker:
     def begin(self) -> None:
         """Has no jobs: as it is made, and in a child, where the parent's thread is not."""
         self._executor = ThreadPoolExecutor(1, self._name)
-        self._jobs: set[Future[None]] = set()
+        self._jobs: dict[Future[None], float] = {}  # And how long each takes.
         self.is_urgent = threading.Event()  # Somebody waits for the jobs, or the process ends.
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Runs `work` in the background; here, where no thread can be started any more."""
+    def submit(self, work: Callable[[], None], seconds: float = 0.0) -> None:
+        """Runs `work`, of about so many seconds, in the background; here if no thread starts."""
         _process_hooks.at_end_of_child(_end)
         job = _Job(self, work)
         try:
@@ -95,8 +93,8 @@ class Worker:
         except (RuntimeError, MemoryError) as error:  # Too many threads, or Python is about to end.
             _log.info("%s: no thread can be started now: %s", self._name, error)
             return job()
-        self._jobs.add(future)
-        future.add_done_callback(self._jobs.discard)
+        self._jobs[future] = seconds
+        future.add_done_callback(self._jobs.pop)
 
     def has_more(self) -> bool:
         """Whether other jobs wait, for the one that asks."""
@@ -118,7 +116,7 @@ class _Job:
 
     def __call__(self) -> None:
         jobs, is_urgent = self._worker._jobs, self._worker.is_urgent.is_set
-        tracing.wait_until_over(lambda: len(jobs) <= _JOBS_WAITING, is_urgent)
+        tracing.wait_until_over(lambda: sum(list(jobs.values())) < _SECONDS_LEFT, is_urgent)
         with contextlib.suppress(IndexError):
             for work in (self._work.pop(), self._worker.after):
                 try:
