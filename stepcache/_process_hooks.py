@@ -106,7 +106,7 @@ def at_end_of_child(function: Callable[[], None]) -> None:
         _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
 
 
-def at_fork(**functions: Callable[[], None]) -> None:
+def at_fork(**functions: Callable[[], Any]) -> None:
     """As `os.register_at_fork`, where there is one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**functions)

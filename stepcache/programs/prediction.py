@@ -11,10 +11,10 @@ import functools
 import hashlib
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -27,7 +27,8 @@ from stepcache.link import plain
 from stepcache.storage.disk_store import DiskStore
 from stepcache.weak_objects import WeakObjects
 
-_LOADERS = 2  # XLA loads without Python's lock.
+# XLA loads without Python's lock. For small steps a second thread costs more than it saves.
+_LOADERS, _BYTES_A_LOADER = 2, 4 << 20
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
 _ROWS_A_STEP, _ROWS = 256, 2048
 _POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
@@ -83,7 +84,7 @@ class Predictions:
     """
 
     def __init__(self, disk: DiskStore):
-        self._disk, self._run = disk, secrets.token_hex(4)
+        self._disk, self._run = disk, os.urandom(4).hex()
         self.begin()
         _live.add(self)
 
@@ -179,8 +180,8 @@ _Key = tuple[str, tuple[int, ...]]  # Digest of a program, and the numbers of it
 class Preloader:
     """Loads, in threads, the executables that are predicted, before the steps are called.
 
-    Their bytes are read at once. They are loaded once the user's own code has started JAX's
-    backend, which is not done here: `jax.distributed.initialize` and the like come before it.
+    They are read at once, and loaded once the user's own code has started JAX's backend: here it
+    is not started, as `jax.distributed.initialize` and the like come before it.
 
     Args:
         disk: has the executables.
@@ -225,21 +226,33 @@ class Preloader:
             if self.is_stopping or time.monotonic() > limit:
                 return
             time.sleep(_POLL_SECONDS)
+        waiting = deque[tuple[Prediction, bytes, Future[Any]]]()
         for row, data in executables:
             key = row.program, tuple(row.devices)
             with self._lock:
                 if key not in self._taken and key not in self.loads:
-                    self.loads[key] = row, self._executor.submit(self._load, row, data)
+                    self.loads[key] = row, (load := Future())
+                    waiting.append((row, data, load))
+        for _ in range(min(_LOADERS, 1 + size_bytes // _BYTES_A_LOADER) if waiting else 0):
+            with contextlib.suppress(RuntimeError):  # No other thread can be started.
+                self._executor.submit(self._load, waiting, executables[0][0].program)
 
-    def _load(self, row: Prediction, data: bytes) -> Any:
-        try:
-            devices = _devices(row.platform, row.devices)
-            if devices and not self.is_stopping:
-                with self._disk.loading("program", row.program):
-                    return jaxcompat.load_executable(data, devices)
-        except Exception as error:
-            why = f"XLA does not load it: {type(error).__name__}: {error}"
-            self._disk.discard("program", row.program, why)
+    def _load(self, waiting: deque[tuple[Prediction, bytes, Future[Any]]], first: str) -> None:
+        """Loads what waits, one after the other, with as little of Python as can be."""
+        with self._disk.loading("program", first) as go_on, contextlib.suppress(IndexError):
+            while not self.is_stopping:
+                row, data, load = waiting.popleft()
+                executable = None
+                if load.set_running_or_notify_cancel():
+                    go_on(row.program)
+                    try:
+                        if devices := _devices(row.platform, row.devices):
+                            executable = jaxcompat.load_executable(data, devices)
+                    except Exception as error:
+                        why = f"XLA does not load it: {type(error).__name__}: {error}"
+                        self._disk.discard("program", row.program, why)
+                    finally:
+                        load.set_result(executable)
 
     def take(self, digest: str, devices: Iterable[Any]) -> Any:
         """The executable of a program, on these devices; None where its load has not begun.
@@ -267,16 +280,10 @@ def _devices(platform: str, numbers: Sequence[int]) -> tuple[Any, ...]:
         found = tuple(by_number[number] for number in numbers)
     except (RuntimeError, KeyError):  # There is no such platform here, or no such device.
         return ()
-    here = jax.process_index()
-    return found if any(device.process_index == here for device in found) else ()
+    return found if any(device.process_index == jax.process_index() for device in found) else ()
 
 
 _live: WeakObjects[Predictions | Preloader] = WeakObjects()
-
-
-def _begin_anew() -> None:
-    for each in _live:
-        each.begin()
 
 
 @_process_hooks.before_threads_end
@@ -287,4 +294,4 @@ def _stop() -> None:
             each.is_stopping = True
 
 
-_process_hooks.at_fork(after_in_child=_begin_anew)
+_process_hooks.at_fork(after_in_child=lambda: [each.begin() for each in _live])

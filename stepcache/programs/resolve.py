@@ -151,7 +151,7 @@ class Resolver:
         place = self._miss_log.making.place if miss.number == 1 else ""
         remade = advice_on_remaking(place, self._spec.fun) if place else ""
         remote = store.remote if store is not None and program.source != "compiled" else None
-        remote_bytes = remote.taken(program.digest) if remote is not None else None
+        remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
         captured = map(_advise_on_capture, program.captured)
         advice = (*captured, *filter(None, (remade, settled)))
         how = _how_resolved(program, remote_bytes)

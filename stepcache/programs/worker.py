@@ -130,12 +130,7 @@ class _Job:
 _live: WeakObjects[Worker] = WeakObjects()
 
 
-def _begin_anew() -> None:
-    for worker in _live:
-        worker.begin()
-
-
-_process_hooks.at_fork(after_in_child=_begin_anew)
+_process_hooks.at_fork(after_in_child=lambda: [each.begin() for each in _live])
 
 
 @_process_hooks.before_threads_end
@@ -149,7 +144,7 @@ def _hurry() -> None:
 def _end() -> None:
     for worker in _live:
         worker.flush()
-    run_activity.finish()
+    run_activity.activity_log.finish()
     if shared := sys.modules.get("stepcache.storage.shared_entries"):  # Else there is none.
         shared.finish_all()
     load_markers.take_own_away()

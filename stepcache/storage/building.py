@@ -70,10 +70,7 @@ class BuildLock:
         return Building(path)
 
     def was_left(self, digest: str) -> bool:
-        """Whether the process that had locked a program ended before it could release it.
-
-        Or another one has taken over from it.
-        """
+        """Whether the process that had locked a program was ended, or another one took over."""
         path = self._directory / digest
         return path.exists() and file_lock.holder(path) != Process.current()
 

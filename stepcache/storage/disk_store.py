@@ -182,10 +182,11 @@ class DiskStore:
         """An entry with its payload, or None: it is not used, nor moved if it is bad."""
         return self._examine(kind, digest, whole=True)
 
-    def loading(self, kind: str, digest: str) -> contextlib.AbstractContextManager[None]:
+    def loading(self, kind: str, digest: str) -> contextlib.AbstractContextManager[Callable]:
         """Notes, for as long as it is open, that this process is loading an entry.
 
-        If the process does not come back, the next `read` of the entry refuses it.
+        If the process does not come back, the next `read` of the entry refuses it. The function
+        that it gives goes on to an entry of another digest.
         """
         self._path(kind, digest)
         return marked(self.root / "loading", kind, digest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,14 +40,26 @@ def take_own_away() -> None:
 
 
 @contextlib.contextmanager
-def marked(directory: Path, kind: str, digest: str) -> Iterator[None]:
-    """Notes, while it is open, that this process is loading an entry, if that can be noted."""
-    path = directory / f"{kind}.{digest}.{unique_name()}"
+def marked(directory: Path, kind: str, digest: str) -> Iterator[Callable[[str], None]]:
+    """Notes, while it is open, that this process is loading an entry, if that can be noted.
+
+    With the function that it gives, it goes on to another entry of the kind.
+    """
+    name = unique_name()
+    path = directory / f"{kind}.{digest}.{name}"
     _own[path] = pid = os.getpid()  # Before it is there: a thread may end anywhere.
+
+    def go_on(digest: str) -> None:
+        nonlocal path
+        before, path = path, directory / f"{kind}.{digest}.{name}"
+        _own[path] = _own.pop(before)
+        with contextlib.suppress(OSError):
+            before.rename(path)  # Which is one call of the system, and not three.
+
     try:
         with contextlib.suppress(OSError):
             os.close(os.open(path, CREATE_FLAGS, 0o600))
-        yield
+        yield go_on
     finally:
         if pid == os.getpid():  # Not in a child forked in between.
             remove(path)

@@ -97,12 +97,8 @@ def check_directory(path: Path, of: str = _CACHE, elsewhere: str = _ELSEWHERE) -
             hint = f"chmod go-w {parent}, or {elsewhere}"
             break
     if what:
-        got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+        got = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
         raise CacheDirectoryError(what, where=str(place), expected=expected, got=got, hint=hint)
-
-
-def _mode(mode: int) -> str:
-    return f"mode {stat.S_IMODE(mode):04o}"
 
 
 def load_key(path: Path) -> bytes | None:
@@ -132,7 +128,7 @@ def secret_in(path: Path, where: str) -> bytes:
         what, got = "is too short", f"{len(secret)} bytes"
         if found.st_uid not in (user, 0) or found.st_mode & others:
             what = "can be read by others, who could run code as you"
-            got = f"owner {found.st_uid}, {_mode(found.st_mode)}"
+            got = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
         elif len(secret) >= KEY_BYTES:
             return secret
     except OSError as error:

@@ -205,4 +205,3 @@ def read_activity(file: Path) -> Activity | None:
 
 activity_log = ActivityLog()
 recorder.subscribe(activity_log)
-finish = activity_log.finish

@@ -90,7 +90,7 @@ class SharedEntries:
 
     Attributes:
         url: of the place.
-        received: the sizes in bytes of the programs that came from here, by digest, until `taken`.
+        received: the sizes in bytes of the programs that came from here, by digest, until counted.
         refused: what could not be trusted, the latest 256 in order.
 
     Nothing here raises because of the store or of what is in it. A store that fails, or that calls
@@ -193,10 +193,6 @@ class SharedEntries:
         if kind == "program":
             self.received[digest] = len(data)
         return self._disk.publish(kind, digest, about, payload)
-
-    def taken(self, digest: str) -> int | None:
-        """The size of a program that came from here, where it was not counted before."""
-        return self.received.pop(digest, None)
 
     def _waited_for(self, future: Future[T] | None) -> T | None:
         """What a request gives; None where the store fails, or has not answered in time."""

@@ -859,10 +859,12 @@ def leave_marker(tier, process, digest=DIGEST, age_seconds=0):
 
 
 def test_a_marker_is_there_while_loading(tier):
-    with tier.loading("program", DIGEST):
-        (name,) = inside(tier, "loading")
-        assert name.startswith(f"program.{DIGEST}.{os.getpid()}.")
-        assert tier.read("program", DIGEST) is None and not tier.quarantined
+    with tier.loading("program", DIGEST) as go_on:
+        for digest in (DIGEST, OTHER, OTHER):
+            go_on(digest)
+            (name,) = inside(tier, "loading")
+            assert name.startswith(f"program.{digest}.{os.getpid()}.")
+            assert tier.read("program", digest) is None and not tier.quarantined
     assert not inside(tier, "loading")
     with pytest.raises(ZeroDivisionError):
         with tier.loading("program", DIGEST):
@@ -1084,7 +1086,8 @@ def test_a_loader_that_is_killed_and_a_limit_on_file_sizes(directory):
 
     def load():
         tier = DiskStore(directory)
-        with tier.loading("program", "ab"), tier.loading("program", "ef"):
+        with tier.loading("program", "cd") as go_on, tier.loading("program", "ef"):
+            go_on("ab")
             assert tier.read("program", "ab")
             with tier.loading("program", "cd"):
                 assert tier.read("program", "cd")

@@ -147,8 +147,7 @@ def test_programs_and_predictions_travel(url, tmp_path):
     assert disk.read("prediction", "cc").payload == b"aa bb dd", "the newest"
     assert disk.read("program", "bb").payload == b"bb" * 99
     assert disk.read("program", "aa").header == {"label": "aa"}
-    size_bytes = second.received["aa"]
-    assert (second.taken("aa"), second.taken("aa"), second.taken("dd")) == (size_bytes, None, None)
+    assert second.received.keys() == {"aa", "bb"} and min(second.received.values()) > 100
     assert not second.fetch_ahead("dd", digests_in).result(20), "no such prediction"
     disk.publish("prediction", "ee", {}, b"aa")
     assert second.fetch_ahead("ee", digests_in).result(20), "that of the disk counts"
