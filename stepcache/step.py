@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import inspect
 import operator
 import sys
 import types
@@ -82,6 +83,10 @@ class Step(functools.partial, Generic[P, R]):
     def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
         """The function and the options."""
         return self._engine.spec.fun, self._options
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._engine.spec.fun)
 
     def __repr__(self) -> str:
         return f"<stepcache.step of {self._engine.spec.name}>"

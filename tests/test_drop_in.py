@@ -7,6 +7,7 @@ weak types, shardings and committedness; errors by type and text.
 import dataclasses
 import functools
 import gc
+import inspect
 import re
 import threading
 import traceback
@@ -912,6 +913,16 @@ def threads(jit):
 
 
 @pytest.mark.sample(every=4)
+@case
+def it_has_the_signature_of_the_function_however_it_is_asked_for(jit):
+    def function(a, b=1, *rest, c: int = 2, **others):
+        return a
+
+    f = jit(function)
+    asked = inspect.signature, functools.partial(inspect.signature, follow_wrapped=False)
+    return [str(each(f)) for each in (*asked, inspect.getfullargspec)], inspect.unwrap(f).__name__
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_means_what_jit_means(name):
     by_jit, by_step = (outcome(CASES[name], jit) for jit in (jax.jit, sc.step))
