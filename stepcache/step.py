@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import inspect
 import operator
 import sys
 import types

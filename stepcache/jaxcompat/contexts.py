@@ -50,39 +50,23 @@ _settings_context = jax.make_user_context(None)
 
 # Settings that change what a program does or how it is compiled, but that JAX leaves out of its
 # dispatcher's key: without our help a hit would go on serving the program of the old setting.
-_WATCHED = (
-    "jax_debug_nans",
-    "jax_debug_infs",
-    "jax_enable_checks",
-    "jax_default_prng_impl",
-    "jax_enable_custom_prng",
-    "jax_legacy_prng_key",
-    "jax_disable_most_optimizations",
-    "jax_optimization_level",
-    "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_level",
-    "jax_memory_fitting_effort",
-    "jax_compiler_enable_remat_pass",
-    "jax_disable_bwd_checks",
-    "jax_refs_to_pins",
-    "jax_bcoo_cusparse_lowering",
-    "jax_ragged_dot_use_ragged_dot_instruction",
-    "jax_use_magma",
-    "jax_mosaic_allow_hlo",
-    "jax_pallas_poison_buffers",
+_WATCHED = tuple(
+    """
+    jax_debug_nans jax_debug_infs jax_enable_checks jax_default_prng_impl jax_enable_custom_prng
+    jax_legacy_prng_key jax_disable_most_optimizations jax_optimization_level
+    jax_exec_time_optimization_effort jax_memory_fitting_level jax_memory_fitting_effort
+    jax_compiler_enable_remat_pass jax_disable_bwd_checks jax_refs_to_pins
+    jax_bcoo_cusparse_lowering jax_ragged_dot_use_ragged_dot_instruction jax_use_magma
+    jax_mosaic_allow_hlo jax_pallas_poison_buffers
+    """.split()
 )
 # Read one by one where the trace context's own list is out of reach.
-_TRACE_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_device",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_threefry_partitionable",
-    "jax_random_seed_offset",
-    "jax_use_shardy_partitioner",
-    "jax_softmax_custom_jvp",
-    "jax_debug_key_reuse",
+_TRACE_SETTINGS = tuple(
+    """
+    jax_enable_x64 jax_default_matmul_precision jax_default_device jax_numpy_dtype_promotion
+    jax_numpy_rank_promotion jax_threefry_partitionable jax_random_seed_offset
+    jax_use_shardy_partitioner jax_softmax_custom_jvp jax_debug_key_reuse
+    """.split()
 )
 _MISSING = ()  # What `setting` gives then.
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stepcache.jaxcompat.hooks import binds_callbacks
 from stepcache.jaxcompat.private import CAN_STORE
 from stepcache.jaxcompat.stages import Runnable
 
@@ -37,7 +38,7 @@ def why_not_storable(run: Runnable) -> str:
     unloaded = getattr(run.executable, "_unloaded_executable", None)
     if unloaded is None:
         return "JAX keeps nothing of it that could be stored"
-    if unloaded.host_callbacks or unloaded.keepalive:
+    if unloaded.keepalive or (run.calls_back and not binds_callbacks(unloaded.device_list)):
         return "it calls back into Python"
     return ""
 

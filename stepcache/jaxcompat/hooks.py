@@ -8,6 +8,7 @@ stepcache is imported.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import threading
 import weakref
@@ -24,6 +25,9 @@ if PRIVATE_API:
     from jax._src.interpreters import mlir
 if CAN_STORE:
     from jax._src import cache_key, compiler
+    from jax._src.compilation_cache import get_executable_and_time
+
+    _BINDS_CALLBACKS = "host_callbacks" in inspect.signature(get_executable_and_time).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,11 @@ class Compilation:
 
     # Of all that XLA is given: module, options, flags, versions and topology, as JAX's own
     # persistent cache has them in its key. So paths of dumps and of autotuning results are not.
-    # Empty for a program that calls back into Python, as its callables are bound when it is
-    # compiled, and no digest tells them apart; and where JAX does not tell.
+    # Empty for a program that calls back into Python where `binds_callbacks` is false.
     digest: str
     devices: tuple[Any, ...]  # In the order of the device assignment.
+    # Whether it calls back. What it calls is bound when it is loaded, and is not in the digest.
+    calls_back: bool
     load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
     compile: Callable[[], Any]  # Compiles it, without JAX's persistent cache.
 
@@ -108,18 +113,25 @@ def _compile_over(found: Callable) -> Callable:
             return found(*args, **named)
 
         def load(data: bytes) -> Any:
-            return backend.deserialize_executable(data, executable_devices, options)
+            bound = (host_callbacks,) if host_callbacks else ()
+            return backend.deserialize_executable(data, executable_devices, options, *bound)
 
         def compile_it() -> Any:
             return compiler.backend_compile_and_load(
                 backend, module, executable_devices, options, host_callbacks
             )
 
-        key = "" if host_callbacks else cache_key.get(module, devices, options, backend)
-        digest = key.rpartition("-")[2]
-        return obtain(Compilation(digest, tuple(executable_devices), load, compile_it))
+        has_key = not host_callbacks or binds_callbacks(executable_devices)
+        key = cache_key.get(module, devices, options, backend) if has_key else ""
+        about = key.rpartition("-")[2], tuple(executable_devices), bool(host_callbacks)
+        return obtain(Compilation(*about, load, compile_it))
 
     return compile_or_get_cached
+
+
+def binds_callbacks(devices: Iterable[Any]) -> bool:
+    """Whether a program that calls back can be loaded, as by JAX's own cache; not in a pod."""
+    return _BINDS_CALLBACKS and len({device.process_index for device in devices}) == 1
 
 
 def _hash_over(found: Callable) -> Callable:
@@ -205,8 +217,7 @@ class _ClearedWithCaches:
     def cache_info(self) -> None:
         """JAX asks its caches for this when it is debugged; there is nothing to say."""
 
-    def cache_keys(self) -> list:
-        return []
+    cache_keys = cache_info
 
 
 def call_on_clear_caches(clear: Callable[[], None]) -> object:

@@ -131,6 +131,12 @@ class Runnable(NamedTuple):
         return tuple(unloaded.device_list) if unloaded is not None else ()
 
     @property
+    def calls_back(self) -> bool:
+        """Whether it calls back into Python; false where JAX does not tell."""
+        unloaded = getattr(self.executable, "_unloaded_executable", None)
+        return unloaded is not None and bool(unloaded.host_callbacks)
+
+    @property
     def devices(self) -> set[Any]:
         """The devices that it runs on."""
         return set(self.xla_executable.local_devices())
@@ -358,7 +364,7 @@ class Staged:
             if obtain is not None and CAN_STORE:
                 compile_through(undoing, obtain)
                 obtain = None
-            about = "", (), lambda _: None, self.lowered.compile
+            about = "", (), False, lambda _: None, self.lowered.compile
             compiled = obtain(Compilation(*about)) if obtain else self.lowered.compile()
         if not PRIVATE_API:
             return Runnable(compiled, self.out_tree)

@@ -131,7 +131,7 @@ def build(
                 compilation, lambda: before_compiling(module, digest)
             )
             return executable
-        if (executable := held(compilation)) is not None:
+        if not compilation.calls_back and (executable := held(compilation)) is not None:
             source = "memory"
             return executable
         shared = store if digest else None  # Without one, only this process can have it.

@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
     signature: str  # Digest of the call: arguments, static values, options, mesh.
     program: str  # Digest of the program, as in its entry.
     platform: str  # Of its devices.
-    devices: list[int]  # In the order of its device assignment.
+    devices: list[int]  # In the order of its device assignment; none where it calls back.
     file: str  # The file of the step's function; empty where there is none.
     file_digest: str  # Of its content then.
     call: dict[str, str]  # What `signature` is the digest of, by name.
@@ -217,7 +217,7 @@ class Preloader:
         for row in self._predictions.of_last_run()[:_PRELOADED_AT_MOST]:
             if self.is_stopping or size_bytes > _PRELOADED_BYTES:
                 break
-            if row.file and file_digest(row.file) != row.file_digest:
+            if not row.devices or file_digest(row.file) != row.file_digest:
                 continue  # Its code has changed, so that it probably needs another program.
             if (entry := self._disk.read("program", row.program)) is not None:
                 executables.append((row, entry.payload))

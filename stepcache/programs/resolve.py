@@ -49,7 +49,6 @@ from stepcache.units import readable_bytes
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
-_STORING_SECONDS, _NOTING_SECONDS = 0.002, 0.00025  # Of a small program.
 
 _SOURCES = {
     "compiled": "compiled",
@@ -166,7 +165,8 @@ class Resolver:
         is_compiled = program.source == "compiled"
         final = _Once(lambda: complete(explained(module, digest) if is_compiled else miss))
         if store is not None:
-            about = name, self.label, self._file, program.source, program.run.device_order
+            devices = () if program.run.calls_back else program.run.device_order
+            about = name, self.label, self._file, program.source, devices
             settling = _Settling(*about, how["not_stored"], store, described, final, publication)
             self._unsettled.append(settling)
         self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
@@ -265,7 +265,7 @@ class Resolver:
         while self._unsettled:
             with contextlib.suppress(IndexError):  # Another thread may take the last one.
                 settling = self._unsettled.pop()
-                seconds = _STORING_SECONDS if settling.source == "compiled" else _NOTING_SECONDS
+                seconds = 0.002 if settling.source == "compiled" else 0.00025  # If it is small.
                 settling.store.worker.submit(settling, seconds)
 
 
