@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -146,7 +145,7 @@ def _median(run: Callable[[], Any], size_bytes: int = 0) -> float:
         jax.block_until_ready(run())
         if number > 1:
             times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return float(np.median(times))
 
 
 def _overlap(placer: Placer | None) -> float:
