@@ -189,7 +189,7 @@ def test_a_step_drops_what_it_does_not_use_and_the_next_run_does_without(tmp_pat
     assert sources == [(0, 0, 1), (1, 0, 1), (1, 0, 0)]
 
 
-def test_steps_that_are_stored_one_after_the_other_are_noted_by_one_write(tmp_path, monkeypatch):
+def test_what_is_stored_at_the_end_of_the_process_is_noted_by_one_write(tmp_path, monkeypatch):
     cache, written, go_on = sc.ProgramCache(tmp_path), [], threading.Event()
     store = cache.store()
     write = store.predictions.write
@@ -198,6 +198,7 @@ def test_steps_that_are_stored_one_after_the_other_are_noted_by_one_write(tmp_pa
         store.worker.submit(go_on.wait)
         for factor in range(5):
             assert sc.step(lambda x, factor=factor: x * factor)(np.ones(3))[0] == factor
+    store.worker._executor.shutdown(wait=False)  # It takes no more jobs, as Python ends.
     go_on.set()
     cache.flush()
     assert len(written) == 1 and len(Predictions(store.disk).of_last_run()) == 5
