@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import types
 from typing import Any
@@ -44,7 +43,8 @@ def _captured_numbers(fun: Any) -> dict[str, Any]:
             continue
         elif isinstance(value, types.FunctionType):
             with contextlib.suppress(ValueError):  # A variable that has no value yet.
-                parts = dict(inspect.getclosurevars(value).nonlocals)
+                names, cells = value.__code__.co_freevars, value.__closure__ or ()
+                parts = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
         elif isinstance(value, functools.partial):
             parts = {"func": value.func, "args": value.args, **value.keywords}
         elif isinstance(value, types.MethodType):

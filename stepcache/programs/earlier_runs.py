@@ -60,9 +60,13 @@ def describe(label: str, request: Request) -> Described:
         options = {name: value for name, value in options.items() if name[:7] != "donate_"}
     call |= {f"option {name}": _text(value) for name, value in options.items()}
     call["mesh"] = _mesh_text(key)
-    # The settings are those of the call; this may run in another thread.
-    settings = {f"config {name}": _text(value) for name, value in key.environment}
+    settings = _settings_texts(key.environment)  # Of the call; this may run in another thread.
     return Described(label, call, jaxcompat.process_environment() | settings)
+
+
+@functools.lru_cache(maxsize=16)
+def _settings_texts(settings: tuple[tuple[str, Hashable], ...]) -> dict[str, str]:
+    return {f"config {name}": _text(value) for name, value in settings}
 
 
 def prediction_of(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import sys
 import threading
@@ -32,8 +31,6 @@ _LOADERS, _BYTES_A_LOADER = 2, 4 << 20
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
 _ROWS_A_STEP, _ROWS = 256, 2048
 _POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
-
-_log = logging.getLogger("stepcache")
 
 
 class Prediction(NamedTuple):

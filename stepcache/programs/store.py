@@ -96,7 +96,7 @@ class ProgramStore:
         self.predictions = Predictions(disk)
         self._has_published = False  # Whether this run has stored what other machines may lack.
         self.preloader = Preloader(disk, self.predictions)
-        self._locks = BuildLock(disk.root / "building") if disk.writable else None
+        self._locks = BuildLock(disk.root / "compiling") if disk.writable else None
 
     @_no_matter_of_the_step("begin to preload programs")
     def begin(self) -> None:
@@ -141,26 +141,21 @@ class ProgramStore:
         """Waits while another process compiles the program.
 
         Returns:
-            What `find` returns, where the other process has stored it. A lock, under which this
-            process is to compile it. None where the other process did not store what it compiled:
-            then each compiles for itself.
+            What `find` returns, where the other process has stored it; else a lock, under which
+            this process is to compile it.
         """
         if self._locks is None:
             return None
-        digest = compilation.digest
-        while True:
-            building = self._locks.try_lock(digest)
-            if building is not None:
-                if not self.disk.holds("program", digest):
-                    return building
-                building.release()  # It was stored between the two looks.
-                return self.find(compilation, stage)
+        digest, building = compilation.digest, self._locks.try_lock(compilation.digest)
+        if building is None:
             with stage("wait"):
-                while self._locks.is_held_by_a_live_process(digest):
+                while (building := self._locks.try_lock(digest)) is None:
                     time.sleep(_POLL_SECONDS)
-            found = self.find(compilation, stage)
-            if found is not None or not self._locks.was_left(digest):
-                return found  # Else it was killed, and one of those that wait takes over.
+        # Another one may have stored it since this process has looked.
+        found = self.find(compilation, stage) if self.disk.holds("program", digest) else None
+        if found is not None:
+            building.release(was_stored=True)
+        return found or building
 
     @_no_matter_of_the_step("store a program", "it is not stored: see the log")
     def publish(self, publication: Publication, label: str) -> str:
@@ -185,6 +180,8 @@ class ProgramStore:
             }
             if not self.disk.publish("program", publication.digest, about, serialized):
                 return "the directory cannot be written"
+            if publication.building is not None:
+                publication.building.release(was_stored=True)
         self._has_published = True
         if self.remote is not None:
             self.remote.upload_program(publication.digest, about, serialized)

@@ -1,38 +1,60 @@
 """`BuildLock`: of the processes that need one program, one compiles it and the others wait.
 
+Each program is one byte of a file that is never written, under a record lock of POSIX: the system
+frees what a process that ends has locked, children inherit nothing, and to lock and unlock costs a
+few microseconds. Threads of one process do not keep each other waiting.
+
 It saves work, and nothing depends on it: where no lock can be had, each compiles for itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import time
+import weakref
 from pathlib import Path
 
-from stepcache.link import file_lock
-from stepcache.link.processes import Process
+_ALONE, _SHARED = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
 
-_LOOKS, _LOOK_SECONDS = 40, 0.05
+
+class _File:
+    """The file of a directory. One for a process: to close it unlocks all that is locked in it."""
+
+    def __init__(self, path: Path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags, 0o600)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def lock(self, kind: int, digest: str) -> bool:
+        """Changes the lock of a program; False where that of another process forbids it."""
+        try:
+            fcntl.lockf(self.descriptor, kind, 1, int(digest[:15], 16))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+_files: weakref.WeakValueDictionary[Path, _File] = weakref.WeakValueDictionary()
 
 
 class Building:
     """A program that this process is about to compile. It is unlocked when nothing holds this."""
 
-    def __init__(self, path: Path):
-        self._path, self._pid = path, os.getpid()
-        self.descriptor: int | None = None  # Of the file; None where nothing could be locked.
+    def __init__(self, file: _File | None, digest: str):
+        self._file, self._digest = file, digest
         self.is_locked = False  # Whether other processes wait.
 
-    def release(self) -> None:
-        """Unlocks the program, whether it was compiled or not. Not in a forked child."""
-        descriptor, self.descriptor = self.descriptor, None
-        was_locked, self.is_locked = self.is_locked, False
-        if descriptor is not None:
-            if was_locked and self._pid == os.getpid():
-                self._path.unlink(missing_ok=True)  # Before others can have locked it.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # Children may have it open, too.
-            os.close(descriptor)
+    def release(self, *, was_stored: bool = False) -> None:
+        """Lets other processes go on. They load the program if it was stored.
+
+        Else a shared lock tells them, until this process ends, that they are to compile it
+        themselves: to wait for each other would not help.
+        """
+        file, self._file, self.is_locked = self._file, None, False
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.lock(fcntl.LOCK_UN if was_stored else _SHARED, self._digest)
 
     def __del__(self) -> None:
         try:  # noqa: SIM105  (At the end of Python, `contextlib` may be gone before.)
@@ -42,62 +64,29 @@ class Building:
 
 
 class BuildLock:
-    """Locks programs by their digests, with a file for each that is locked in a directory."""
+    """Locks programs by their digests, in a file that is made if it is not there."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: _File | None = None
 
     def try_lock(self, digest: str) -> Building | None:
-        """Locks a program for `release`; None while another thread or process has locked it."""
-        path = self._directory / digest
-        while True:
-            building = Building(path)
-            try:
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                # The descriptor is kept before it is locked: an interrupt may come at any moment.
-                building.descriptor = file_lock.open_file(path)
-                is_free = file_lock.lock_opened(building.descriptor)
-                building.is_locked = is_free and file_lock.is_there(path, building.descriptor)
-            except OSError:
-                break
-            if building.is_locked:
-                return building
-            building.release()
-            if not is_free and not _is_orphaned(path):
-                return None
-            if not is_free:
-                break
-        return Building(path)
+        """Has this process compile a program; None while another one is compiling it.
 
-    def was_left(self, digest: str) -> bool:
-        """Whether the process that had locked a program was ended, or another one took over."""
-        path = self._directory / digest
-        return path.exists() and file_lock.holder(path) != Process.current()
-
-    def is_held_by_a_live_process(self, digest: str) -> bool:
-        """Whether another process, which has not ended, has locked a program.
-
-        Of this process none is waited for: a thread that has the lock may wait for the caller.
+        The `Building` is not locked where another process could not store what it compiled.
         """
-        path = self._directory / digest
         try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return not _is_orphaned(path) and file_lock.holder(path) != Process.current()
+            if self._file is None:
+                self._file = _files.get(self._path) or _File(self._path)
+                self._file = _files.setdefault(self._path, self._file)
+            # Made before anything is locked: an interrupt may come at any moment.
+            building = Building(self._file, digest)
+            building.is_locked = self._file.lock(_ALONE, digest)
+            if not building.is_locked:
+                if not self._file.lock(_SHARED, digest):
+                    return None
+                # Or the other has ended between the two.
+                building.is_locked = self._file.lock(_ALONE, digest)
+            return building
         except OSError:
-            pass
-        return False
-
-
-def _is_orphaned(path: Path) -> bool:
-    """Whether who has locked a file has ended, and a child that it forked has it open.
-
-    Or another process has locked it just now, and not written yet that it did. So it looks again.
-    """
-    for _ in range(_LOOKS):
-        owner = file_lock.holder(path)
-        if owner is None or not owner.is_local() or not owner.has_ended():
-            return False
-        time.sleep(_LOOK_SECONDS)
-    return True
+            return Building(None, digest)

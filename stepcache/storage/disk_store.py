@@ -1,7 +1,7 @@
 """The disk store: what is kept for other processes, least recently used first out. Knows no JAX.
 
 Layout, under `<directory>/v2/`: `key`, `entries/<kind>/<digest>`, `tmp/`, `loading/` (load markers)
-and `quarantine/`. `building/`, `runs/` and `activity/` belong to other files of this wing. Readers
+and `quarantine/`. `compiling`, `runs/` and `activity/` belong to other files of this wing. Readers
 and writers take no lock: a file appears whole, by a rename, or not at all, and that a file vanishes
 between two looks is normal.
 
@@ -99,6 +99,8 @@ class DiskStore:
 
         Raises `CacheDirectoryError` if another user can change it, `OSError` if it cannot be made.
         """
+        if self._known_key and private_files.load_key(self.root / "key") == self._known_key:
+            return self._known_key  # Else somebody has removed the directory.
         private_files.make_directory(self.root.parent)
         private_files.make_directory(self.root)
         for name in ("entries", "tmp", "loading", "quarantine"):
@@ -267,7 +269,7 @@ class DiskStore:
         temporary = self.root / "tmp" / unique_name()
         try:
             private_files.create(temporary, pieces, now)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for killer in killers(self.root / "loading", path.parent.name, path.name):
                 private_files.remove(killer.path)  # What it died of is about to be replaced.
             if path.is_dir():

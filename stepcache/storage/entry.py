@@ -26,7 +26,8 @@ MAX_HEADER_BYTES = 16 << 20
 _MAGIC = b"stepcach"
 _PREFIX = struct.Struct("<8sII")
 _HMAC_BYTES = 32
-_COMPRESSION_LEVEL = 1
+# To compress a small payload takes longer than to write it.
+_COMPRESSION_LEVEL, _SMALL_BYTES = 1, 64 << 10
 
 
 class DamagedEntryError(Exception):
@@ -74,7 +75,7 @@ def encode(
 
     Raises `OptionError` if msgpack cannot hold `about`, or it is too large.
     """
-    stored = zlib.compress(payload, _COMPRESSION_LEVEL)
+    stored = zlib.compress(payload, _COMPRESSION_LEVEL if len(payload) > _SMALL_BYTES else 0)
     sha256 = hashlib.sha256(stored).digest()
     header = Header(kind, digest, created_time, len(stored), sha256, about)
     try:

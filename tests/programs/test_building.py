@@ -1,8 +1,7 @@
 """Of many processes that need one program, one compiles it; a dead one keeps nobody waiting."""
 
-import copy
 import errno
-import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import time
 
 import pytest
 
-from stepcache.link import file_lock
+from stepcache.storage import building
 from stepcache.storage.building import BuildLock
 
 DIGEST = "0123456789abcdef" * 4
@@ -21,7 +20,7 @@ LIMIT_SECONDS = 60
 
 @pytest.fixture
 def lock(tmp_path):
-    return BuildLock(tmp_path / "building")
+    return BuildLock(tmp_path / "compiling")
 
 
 def start(lock, body):
@@ -30,84 +29,105 @@ def start(lock, body):
         import os, sys, time
         from pathlib import Path
         from stepcache.storage.building import BuildLock
-        lock, digest = BuildLock(Path({str(lock._directory)!r})), {DIGEST!r}
+        lock, digest = BuildLock(Path({str(lock._path)!r})), {DIGEST!r}
     """
     code = textwrap.dedent(code) + textwrap.dedent(body)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-def test_one_at_a_time(lock, tmp_path):
-    other = BuildLock(tmp_path / "building")
-    building = lock.try_lock(DIGEST)
-    assert building.is_locked and other.try_lock(DIGEST) is None
-    assert not os.get_inheritable(building.descriptor)
-    assert not other.is_held_by_a_live_process(DIGEST), "it is this process's"
-    assert other.try_lock("ab").is_locked
-    building.release()
-    again = other.try_lock(DIGEST)
-    assert again.is_locked and lock.try_lock(DIGEST) is None
-    again.release()
-    again.release()
-    assert not list(lock._directory.iterdir())
+def locked_elsewhere(lock, body=""):
+    """A process that has locked the program, and then runs `body`, and waits."""
+    code = "it = lock.try_lock(digest)\nassert it.is_locked\n" + textwrap.dedent(body)
+    holder = start(lock, code + "\nprint('ready', flush=True)\ntime.sleep(600)")
+    assert holder.stdout.readline() == "ready\n"
+    return holder
 
 
-def test_what_nobody_holds_any_more_is_free(lock):
-    building = lock.try_lock(DIGEST)
-    assert lock.try_lock(DIGEST) is None
-    del building
+def end(process):
+    process.kill()
+    process.wait()
+
+
+def test_one_process_at_a_time(lock):
+    holder = locked_elsewhere(lock)
+    try:
+        assert lock.try_lock(DIGEST) is None
+        other = lock.try_lock("ab" * 32)
+        assert other.is_locked
+        assert not os.get_inheritable(other._file.descriptor)
+        assert lock._path.stat().st_size == 0
+    finally:
+        end(holder)
+
+
+@pytest.mark.parametrize("ends", ["it.release(was_stored=True)", "it = None"])
+def test_what_nobody_holds_any_more_is_free(lock, ends):
+    holder = locked_elsewhere(lock, ends)
+    try:
+        building = lock.try_lock(DIGEST)
+        assert building is not None and building.is_locked == ("stored" in ends)
+    finally:
+        end(holder)
     assert lock.try_lock(DIGEST).is_locked
+
+
+def test_what_cannot_be_stored_keeps_nobody_waiting(lock):
+    """Each compiles for itself then, at once: not one after the other."""
+    holder = locked_elsewhere(lock, "it.release()")
+    try:
+        here = lock.try_lock(DIGEST)
+        assert here is not None and not here.is_locked
+        there = start(lock, "print(lock.try_lock(digest).is_locked)")
+        assert there.communicate()[0] == "False\n"
+    finally:
+        end(holder)
 
 
 def test_the_lock_of_a_killed_process_is_free(lock):
-    body = "it = lock.try_lock(digest)\nprint('locked', flush=True)\ntime.sleep(600)"
-    holder = start(lock, body)
-    assert holder.stdout.readline() == "locked\n"
-    assert lock.try_lock(DIGEST) is None and lock.is_held_by_a_live_process(DIGEST)
-    holder.kill()
-    holder.wait()
-    assert not lock.is_held_by_a_live_process(DIGEST)
+    holder = locked_elsewhere(lock)
+    assert lock.try_lock(DIGEST) is None
+    end(holder)
     assert lock.try_lock(DIGEST).is_locked
-
-
-def test_a_child_that_releases_the_lock_of_its_parent_does_nothing(lock):
-    building = lock.try_lock(DIGEST)
-    child = copy.copy(building)
-    child._pid, child.descriptor = 1, os.dup(building.descriptor)
-    child.release()
-    assert lock.try_lock(DIGEST) is None and building.is_locked
 
 
 def test_a_child_that_outlives_its_parent_holds_nobody(lock):
-    body = "it = lock.try_lock(digest)\nos.write(1, b'%d\\n' % (os.fork() or os.getpid()))\n"
-    holder = start(lock, body + "time.sleep(600)")
-    (child,) = {int(holder.stdout.readline()) for _ in range(2)}
-    assert lock.is_held_by_a_live_process(DIGEST)
-    holder.kill()
-    holder.wait()
+    holder = locked_elsewhere(lock, "if not os.fork(): time.sleep(600)")
+    end(holder)
     try:
-        with (lock._directory / DIGEST).open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert not lock.is_held_by_a_live_process(DIGEST)
-        assert not lock.try_lock(DIGEST).is_locked, "each compiles for itself"
+        assert lock.try_lock(DIGEST).is_locked
     finally:
-        os.kill(child, signal.SIGKILL)
+        subprocess.run(["pkill", "-f", str(lock._path)], check=False)
 
 
-def test_what_is_released_is_free_though_children_have_it_open(lock):
-    holder = start(
-        lock,
-        """
-        building = lock.try_lock(digest)
-        if not os.fork():
-            time.sleep(600)
-        building.release()
-        print("released", flush=True)
-        """,
-    )
-    assert holder.stdout.readline() == "released\n"
-    assert not lock.is_held_by_a_live_process(DIGEST)
-    assert lock.try_lock(DIGEST).is_locked
-    holder.wait()
+def test_a_child_that_ends_leaves_the_lock_of_its_parent(lock):
+    body = """
+    if not (child := os.fork()):
+        it.release()
+        lock = None
+        os._exit(0)
+    os.waitpid(child, 0)
+    """
+    holder = locked_elsewhere(lock, body)
+    try:
+        assert lock.try_lock(DIGEST) is None
+    finally:
+        end(holder)
+
+
+def test_a_directory_that_is_opened_twice_has_one_file(lock):
+    """To close one descriptor of the file would unlock what was locked through another."""
+    building_here = lock.try_lock(DIGEST)
+    other = BuildLock(lock._path)
+    assert other.try_lock("ab" * 32)._file is building_here._file
+    del other
+    gc.collect()
+    there = start(lock, "print(lock.try_lock(digest))")
+    assert there.communicate()[0] == "None\n"
+    building_here.release(was_stored=True)
+    descriptor = lock._file.descriptor
+    del lock._file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_many_processes_build_once(lock, tmp_path):
@@ -119,7 +139,7 @@ def test_many_processes_build_once(lock, tmp_path):
         if building is None:
             time.sleep(0.002)
             continue
-        if not made.exists():
+        if building.is_locked and not made.exists():
             descriptor = os.open(tries, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             is_first = os.fstat(descriptor).st_size == 0
             os.write(descriptor, b"x")
@@ -127,7 +147,7 @@ def test_many_processes_build_once(lock, tmp_path):
             if is_first:
                 os.kill(os.getpid(), 9)
             made.touch()
-        building.release()
+        building.release(was_stored=True)
     """
     workers = [start(lock, body) for _ in range(8)]
     limit = time.monotonic() + LIMIT_SECONDS
@@ -141,9 +161,12 @@ def test_a_file_system_without_locks(lock, monkeypatch, code):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(building.fcntl, "lockf", refuse)
     for _ in range(2):
-        building = lock.try_lock(DIGEST)
-        assert not building.is_locked
-        assert not lock.is_held_by_a_live_process(DIGEST)
-        building.release()
+        found = lock.try_lock(DIGEST)
+        assert not found.is_locked
+        found.release()
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    assert not BuildLock(tmp_path / "absent" / "compiling").try_lock(DIGEST).is_locked

@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import logging
+import subprocess
 import sys
 import threading
 import types
@@ -52,7 +53,7 @@ HOOKS = codes_of(
 BUILD = codes_of(
     *(build.build, build.trace, stages.Staged.lower, stages.Staged.compile),
     *(store.ProgramStore.find, store.ProgramStore.lock_or_find, building.BuildLock.try_lock),
-    *(building.Building.__init__, building.file_lock.lock_opened),
+    *(building.Building.__init__, building._File.lock),
     resolve.Resolver.resolve,
 )
 
@@ -270,8 +271,10 @@ def test_an_interrupted_build_leaves_the_process_as_it_was(tmp_path, every):
 
         def nothing_is_locked(where):
             cache.flush()
-            for path in tmp_path.rglob("building/*"):
-                assert building.BuildLock(path.parent).try_lock(path.name).is_locked, where
+            (path,) = tmp_path.rglob("compiling")
+            lock = "fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)"
+            code = f"import fcntl\nwith open({str(path)!r}, 'r+') as file: {lock}"
+            subprocess.run([sys.executable, "-c", code], check=True)
 
         at_last = {"at_last": nothing_is_locked}
         assert interrupted_everywhere(BUILD, work, after, cache.flush, every, **at_last) > 60
