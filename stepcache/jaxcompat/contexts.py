@@ -13,9 +13,6 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
-
-# This also imports Pallas, whose settings then are in all keys: not from its first use on alone.
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh
 
 from stepcache import _process_hooks
@@ -27,6 +24,8 @@ if PRIVATE_API:
     from jax._src import config as jax_config
     from jax._src import core, xla_bridge
     from jax._src import mesh as mesh_lib
+else:  # To import it takes a fifth as long as to import stepcache.
+    from jax.extend.core import get_opaque_trace_state
 
 
 # What our contexts hold is compared in C, by identity or as a tuple. JAX's dispatcher looks a call
@@ -146,7 +145,7 @@ def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, H
 _BROUGHT_ALONG = "pallas_"
 
 
-_TOP_TRACE_STATE = get_opaque_trace_state(convention="flax")
+_TOP_TRACE_STATE = None if PRIVATE_API else get_opaque_trace_state(convention="flax")
 
 
 def is_tracing() -> bool:

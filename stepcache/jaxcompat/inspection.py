@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jaxlib.version
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from stepcache.jaxcompat.hooks import cpu_features
@@ -20,6 +19,9 @@ from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
     from jax._src import core, xla_bridge
+    from jax._src.core import jaxprs_in_params
+else:
+    from jax.extend.core import jaxprs_in_params
 
 
 def devices_text(devices: Iterable[tuple[str, int]]) -> str:

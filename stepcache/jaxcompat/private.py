@@ -19,7 +19,7 @@ _TO_CALL = {
     "jax._src.array": "ArrayImpl",
     "jax._src.config": "trace_context trace_context_names config explicit_device_put_scope",
     "jax._src.core": "trace_state_clean shaped_abstractify check_eval_args MemorySpace "
-    "update_aval_with_sharding pytype_aval_mappings mem_space_to_kind",
+    "update_aval_with_sharding pytype_aval_mappings mem_space_to_kind jaxprs_in_params",
     "jax._src.dispatch": "check_arg get_intermediate_shardings",
     "jax._src.dtypes": "InvalidInputException",
     "jax._src.interpreters.mlir": "LoweringParameters",

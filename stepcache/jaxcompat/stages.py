@@ -351,9 +351,8 @@ class Staged:
         """
         if not PRIVATE_API:
             return functools.partial(self.lowered.as_text, debug_info=True)
-        module = self.lowered.stablehlo().operation
-        options = {"enable_debug_info": True, "large_elements_limit": _ELEMENTS_SHOWN}
-        return functools.partial(module.get_asm, **options)
+        text = self.lowered.stablehlo().operation.get_asm
+        return functools.partial(text, enable_debug_info=True, large_elements_limit=_ELEMENTS_SHOWN)
 
     def compile(self, obtain: Callable[[Compilation], Any] | None = None) -> Runnable:
         """Makes a program of what was lowered, with the executable that `obtain` gives.

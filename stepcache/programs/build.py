@@ -29,7 +29,7 @@ from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
 from stepcache.programs.store import ProgramStore, Publication
-from stepcache.programs.worker import tracing
+from stepcache.programs.worker import compiling, tracing
 from stepcache.storage.building import Building
 
 
@@ -145,7 +145,8 @@ def build(
             executable, source = found
             return executable
         before_compiling(module, digest)
-        with stage("compile"):
+        with Undoing() as while_compiling, while_compiling, stage("compile"):
+            while_compiling.use(compiling)
             return compilation.compile()
 
     try:

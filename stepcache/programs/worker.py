@@ -1,6 +1,6 @@
 """`Worker`: one thread with one queue. Programs are stored by one of these.
 
-It is an executor of Python's that waits for traces to end, outlives a fork, and at the end of the
+It is an executor of Python's that runs them while XLA compiles, or once no step has been traced for a while, outlives a fork, and at the end of the
 process hurries. Python's own end runs the jobs that are left.
 """
 
@@ -21,48 +21,48 @@ from stepcache.weak_objects import WeakObjects
 
 _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before they run beside it.
 _LOOK_SECONDS = 0.02
-# Steps that are built one after the other are stored after the last one: beside them it would take
-# twice as long. But the end of the process is to wait no longer than this for what is left.
+# The end of the process is to wait no longer than this for what is left.
 _QUIET_SECONDS, _SECONDS_LEFT = 0.1, 0.1
 
 _log = logging.getLogger("stepcache")
 
 
-class _Tracing(Shared):
-    """Has workers' jobs wait while a step is being traced or lowered.
-
-    Python runs one thread at a time, so a job beside a trace would make it as much longer. While
-    XLA compiles or loads, Python is free.
-    """
+class _UnderWay(Shared):
+    """What this process is doing, in whichever threads, and when it ended last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._over, self._ended = threading.Event(), 0.0
-        self._over.set()
+        self.begun, self.ended = threading.Event(), 0.0
 
     def _make(self, users: int) -> bool:
-        self._over.clear()
+        self.begun.set()
         return True
 
     def _undo(self) -> None:
-        self._ended = time.monotonic()
-        self._over.set()
+        self.begun.clear()
+        self.ended = time.monotonic()
 
     def reset(self) -> None:
-        self._over = threading.Event()  # Another thread of the parent may have had its lock.
+        self.begun = threading.Event()  # Another thread of the parent may have had its lock.
         super().reset()
 
-    def wait_until_over(self, for_quiet: Callable[[], bool], is_urgent: Callable[[], bool]) -> None:
-        """Waits, not long, until no trace is under way, nor was lately where it is `for_quiet`."""
-        limit = time.monotonic() + _LONGEST_TRACE_SECONDS
-        while not is_urgent() and (now := time.monotonic()) < limit:
-            if self._over.wait(_LOOK_SECONDS):
-                if not for_quiet() or now >= self._ended + _QUIET_SECONDS:
-                    return
-                time.sleep(_LOOK_SECONDS)
+
+# Python runs one thread at a time, so that a job beside a trace or a lowering makes it as much
+# longer. While XLA compiles, Python is free.
+tracing, compiling = _UnderWay(), _UnderWay()
 
 
-tracing = _Tracing()
+def _wait_for_python(is_much: Callable[[], bool], is_urgent: Callable[[], bool]) -> None:
+    """Waits, not long, until XLA compiles or no step has been traced for a while.
+
+    Between two traces, too, where there `is_much` to do and nothing is compiled.
+    """
+    limit = time.monotonic() + _LONGEST_TRACE_SECONDS
+    while not is_urgent() and (now := time.monotonic()) < limit:
+        if compiling.begun.wait(_LOOK_SECONDS):
+            return
+        if not tracing.begun.is_set() and (now >= tracing.ended + _QUIET_SECONDS or is_much()):
+            return
 
 
 class Worker:
@@ -116,7 +116,7 @@ class _Job:
 
     def __call__(self) -> None:
         jobs, is_urgent = self._worker._jobs, self._worker.is_urgent.is_set
-        tracing.wait_until_over(lambda: sum(list(jobs.values())) < _SECONDS_LEFT, is_urgent)
+        _wait_for_python(lambda: sum(list(jobs.values())) >= _SECONDS_LEFT, is_urgent)
         with contextlib.suppress(IndexError):
             for work in (self._work.pop(), self._worker.after):
                 try:

@@ -48,7 +48,7 @@ HOOKS = codes_of(
     *(_changes, _process_hooks._Setting, _process_hooks.quick_switching),
     *(_process_hooks.without_log, hooks.compile_through, hooks.reuse_contexts),
     *(hooks._Replacement, contexts.tracing_context, contextlib._GeneratorContextManager),
-    worker._Tracing,
+    worker._UnderWay,
 )
 BUILD = codes_of(
     *(build.build, build.trace, stages.Staged.lower, stages.Staged.compile),
@@ -151,7 +151,7 @@ def state():
         "compiler": (private[0].compile_or_get_cached, private[1]._hash_accelerator_config),
         "contexts": sys.modules["jax._src.interpreters.mlir"].make_ir_context,
         "thread": (hooks._of_thread.obtain, hooks._of_thread.is_lowering),
-        "tracing": worker.tracing._over.is_set(),
+        "tracing": worker.tracing.begun.is_set(),
         "mesh": (jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()),
         "log": list(logging.getLogger("jax").filters),
         "progress": list(progress.SHOWN._running),
