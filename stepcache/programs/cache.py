@@ -124,13 +124,9 @@ class ProgramCache:
                 raise OptionError(f"ProgramCache has no option {name!r}", where="ProgramCache")
             what = f"{name} is gone: each program is traced before it runs, so nothing is to verify"
             raise OptionError(what, where="ProgramCache", hint=f"leave out {name}")
-        bounds: dict[str, Any] = {
-            "max_bytes": max_bytes,
-            "max_memory_programs": max_memory_programs,
-        }
-        for name, bound in bounds.items():
-            is_number = isinstance(bound, Real)
-            if bound is not None and not (is_number and float(bound) >= 1):
+        bounds = ("max_bytes", max_bytes), ("max_memory_programs", max_memory_programs)
+        for name, bound in bounds:
+            if bound is not None and not (isinstance(bound, Real) and float(bound) >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
                 raise OptionError(what, where="ProgramCache", got=got)
         if not isinstance(min_build_seconds, Real):

@@ -1,7 +1,8 @@
 """`Worker`: one thread with one queue. Programs are stored by one of these.
 
-It is an executor of Python's that runs them while XLA compiles, or once no step has been traced for a while, outlives a fork, and at the end of the
-process hurries. Python's own end runs the jobs that are left.
+It is an executor of Python's. Its jobs run while XLA compiles, or once no step has been traced for
+a while. It outlives a fork, and at the end of the process hurries: Python's own end runs what is
+left.
 """
 
 from __future__ import annotations
@@ -52,16 +53,20 @@ class _UnderWay(Shared):
 tracing, compiling = _UnderWay(), _UnderWay()
 
 
-def _wait_for_python(is_much: Callable[[], bool], is_urgent: Callable[[], bool]) -> None:
-    """Waits, not long, until XLA compiles or no step has been traced for a while.
+def _wait_for_python(left_seconds: Callable[[], float], is_urgent: Callable[[], bool]) -> None:
+    """Waits, not long, until no step has been traced for a while.
 
-    Between two traces, too, where there `is_much` to do and nothing is compiled.
+    Or until XLA compiles, where more is left than the end of the process is to wait for; or, where
+    nothing is compiled, until no trace is under way.
     """
     limit = time.monotonic() + _LONGEST_TRACE_SECONDS
     while not is_urgent() and (now := time.monotonic()) < limit:
-        if compiling.begun.wait(_LOOK_SECONDS):
+        if (left := left_seconds()) < _SECONDS_LEFT:
+            time.sleep(_LOOK_SECONDS)
+        elif compiling.begun.wait(_LOOK_SECONDS):
             return
-        if not tracing.begun.is_set() and (now >= tracing.ended + _QUIET_SECONDS or is_much()):
+        is_late = now >= tracing.ended + _QUIET_SECONDS or left >= 1.5 * _SECONDS_LEFT
+        if is_late and not tracing.begun.is_set():
             return
 
 
@@ -116,7 +121,7 @@ class _Job:
 
     def __call__(self) -> None:
         jobs, is_urgent = self._worker._jobs, self._worker.is_urgent.is_set
-        _wait_for_python(lambda: sum(list(jobs.values())) >= _SECONDS_LEFT, is_urgent)
+        _wait_for_python(lambda: sum(list(jobs.values())), is_urgent)
         with contextlib.suppress(IndexError):
             for work in (self._work.pop(), self._worker.after):
                 try:
