@@ -58,23 +58,14 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """Size and counters of a program cache in memory.
+    """Size and counters of a program cache in memory."""
 
-    Attributes:
-        programs: number of programs in memory.
-        max_memory_programs: the limit of that number.
-        max_bytes: the limit of their size in bytes, or None.
-        hits: lookups that found a program.
-        builds: programs built.
-        evictions: programs dropped to make room for others.
-    """
-
-    programs: int
-    max_memory_programs: int
-    max_bytes: int | None
-    hits: int
-    builds: int
-    evictions: int
+    programs: int  # Number of programs in memory.
+    max_memory_programs: int  # The limit of that number.
+    max_bytes: int | None  # The limit of their size in bytes; None for none.
+    hits: int  # Lookups that found a program.
+    builds: int  # Programs built.
+    evictions: int  # Programs dropped to make room for others.
 
 
 class ProgramCache:

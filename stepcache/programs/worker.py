@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before the
 _LOOK_SECONDS = 0.02
 # The end of the process is to wait no longer than this for what is left.
 _QUIET_SECONDS, _SECONDS_LEFT = 0.1, 0.1
+_NICENESS = 15  # Of 19.
 
 _log = logging.getLogger("stepcache")
 
@@ -70,6 +72,12 @@ def _wait_for_python(left_seconds: Callable[[], float], is_urgent: Callable[[], 
             return
 
 
+def _yield_to_others() -> None:
+    """Has the system prefer all other threads to this one, as those in which XLA compiles."""
+    if sys.platform == "linux":  # Where each thread has a priority of its own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 class Worker:
     """Runs jobs one after the other, in a thread. A job that raises is logged.
 
@@ -85,7 +93,7 @@ class Worker:
 
     def begin(self) -> None:
         """Has no jobs: as it is made, and in a child, where the parent's thread is not."""
-        self._executor = ThreadPoolExecutor(1, self._name)
+        self._executor = ThreadPoolExecutor(1, self._name, _yield_to_others)
         self._jobs: dict[Future[None], float] = {}  # And how long each takes.
         self.is_urgent = threading.Event()  # Somebody waits for the jobs, or the process ends.
 

@@ -124,6 +124,17 @@ def test_jobs_wait_for_a_trace_but_not_for_long_and_not_in_a_hurry(worker, monke
     assert not tracing.begun.is_set()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_jobs_yield_to_other_threads_and_nothing_else_does(worker):
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, found = niceness(), []
+    worker.submit(lambda: found.append(niceness()))
+    within_limit(worker.flush)
+    assert found[0] > before == niceness()
+
+
 FORK = """
 import gc, os, sys, threading, time
 from stepcache._process_hooks import rare_collections
