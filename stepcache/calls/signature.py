@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import GetAttrKey, keystr
 
@@ -231,7 +232,7 @@ def read_leaf(x: Any) -> Leaf:
         sharding = x.sharding if jaxcompat.is_committed(x) else None
     else:
         aval, sharding = jaxcompat.abstract(x), None
-    if not jaxcompat.is_array_type(aval):
+    if type(aval) is not jax.core.ShapedArray:  # But a reference, or what JAX lowers further.
         raise Unreadable
     layout = None if sharding is None else jaxcompat.custom_layout(x, aval)
     on_host = sharding is None and jaxcompat.is_on_host(x)

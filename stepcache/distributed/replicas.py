@@ -269,7 +269,7 @@ def _summed(sharding: NamedSharding, dimensions: int) -> Callable[[jax.Array], j
         out_specs=spec,
         check_vma=False,
     )
-    return jax.jit(apart)
+    return jaxcompat.jit(apart)
 
 
 def _checksum(x: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ from stepcache.jaxcompat.arguments import (
     custom_layout,
     default_device,
     explicit_transfer,
-    is_array_type,
     is_committed,
     is_on_host,
     maker_of_arrays,

@@ -172,11 +172,6 @@ def explicit_transfer() -> contextlib.AbstractContextManager[None]:
     return config.explicit_device_put_scope() if PRIVATE_API else contextlib.nullcontext()
 
 
-def is_array_type(aval: Any) -> bool:
-    """False for mutable references and for the types that JAX lowers further itself."""
-    return type(aval) is jax.core.ShapedArray
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
     if PRIVATE_API:

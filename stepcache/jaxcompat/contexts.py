@@ -228,11 +228,9 @@ def carried_settings() -> contextlib.AbstractContextManager:
     values: dict[Any, Any] = {}
     if PRIVATE_API:
         everything: dict[str, Any] = jax_config.config._value_holders
-        holders = [holder for holder in everything.values() if hasattr(holder, "get_local")]
-        local = {holder: holder.get_local() for holder in holders}
-        values = {
-            h: value for h, value in local.items() if value is not jax_config.config_ext.unset
-        }
+        local = {h: h.get_local() for h in everything.values() if hasattr(h, "get_local")}
+        unset = jax_config.config_ext.unset
+        values = {holder: value for holder, value in local.items() if value is not unset}
     mesh, session, token = _concrete_mesh(), _entered.session, _entered.token
 
     @contextlib.contextmanager
@@ -255,22 +253,13 @@ def backends_are_initialized() -> bool:
     return not PRIVATE_API or xla_bridge.backends_are_initialized()
 
 
-class _Fork:
-    """Whether this process was forked from one where JAX was running."""
-
-    has_lost_threads = False
-
-    @classmethod
-    def in_child(cls) -> None:
-        cls.has_lost_threads |= backends_are_initialized()
-
-
-_process_hooks.at_fork(after_in_child=_Fork.in_child)
+_was_running: list[bool] = []  # Whether JAX was, at each fork that led to this process.
+_process_hooks.at_fork(after_in_child=lambda: _was_running.append(backends_are_initialized()))
 
 
 def check_not_forked(what: str) -> None:
     """Raises `ForkedProcessError` in a child of a process where JAX had started its threads."""
-    if _Fork.has_lost_threads:
+    if any(_was_running):
         raise ForkedProcessError(
             f"{what} in a forked process, but JAX was already running in its parent, and its "
             "threads do not survive a fork",

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stepcache._changes import Shared, Undoing
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
@@ -38,6 +38,7 @@ class Compilation:
     # persistent cache has them in its key. So paths of dumps and of autotuning results are not.
     # Empty for a program that calls back into Python where `binds_callbacks` is false.
     digest: str
+    name: str  # Of the module.
     devices: tuple[Any, ...]  # In the order of the device assignment.
     # Whether it calls back. What it calls is bound when it is loaded, and is not in the digest.
     calls_back: bool
@@ -46,6 +47,7 @@ class Compilation:
 
 
 class _OfThread(threading.local):
+    everywhere: ClassVar[Callable[[Compilation], Any] | None] = None  # Where there is no `obtain`.
     obtain: Callable[[Compilation], Any] | None = None
     is_lowering = False
     context: tuple[Any, int] = (None, 0)  # The one in use for lowering, and how often it was used.
@@ -63,6 +65,16 @@ def compile_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> N
     _of_thread.obtain = obtain
     for each in (_compile, _hash):
         undoing.use(each)
+
+
+def compile_all_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> None:
+    """Has `obtain` give the executables of all else that this process compiles.
+
+    But what several processes compile, or a profile guides, is left to JAX.
+    """
+    undoing.add(setattr, _OfThread, "everywhere", None)
+    _OfThread.everywhere = obtain
+    undoing.use(_compile)
 
 
 def reuse_contexts(undoing: Undoing) -> None:
@@ -109,6 +121,8 @@ def _compile_over(found: Callable) -> Callable:
     def compile_or_get_cached(*args, **named):
         obtain = _of_thread.obtain
         backend, module, devices, options, host_callbacks, executable_devices = args[:6]
+        if obtain is None and not (any(args[6:]) or any(named.values()) or _spans(devices.flat)):
+            obtain = _OfThread.everywhere
         if obtain is None:
             return found(*args, **named)
 
@@ -123,7 +137,8 @@ def _compile_over(found: Callable) -> Callable:
 
         has_key = not host_callbacks or binds_callbacks(executable_devices)
         key = cache_key.get(module, devices, options, backend) if has_key else ""
-        about = key.rpartition("-")[2], tuple(executable_devices), bool(host_callbacks)
+        name, _, digest = key.rpartition("-")
+        about = digest, name, tuple(executable_devices), bool(host_callbacks)
         return obtain(Compilation(*about, load, compile_it))
 
     return compile_or_get_cached
@@ -131,7 +146,12 @@ def _compile_over(found: Callable) -> Callable:
 
 def binds_callbacks(devices: Iterable[Any]) -> bool:
     """Whether a program that calls back can be loaded, as by JAX's own cache; not in a pod."""
-    return _BINDS_CALLBACKS and len({device.process_index for device in devices}) == 1
+    return _BINDS_CALLBACKS and not _spans(devices)
+
+
+def _spans(devices: Iterable[Any]) -> bool:
+    """Whether devices are of several processes."""
+    return len({device.process_index for device in devices}) > 1
 
 
 def _hash_over(found: Callable) -> Callable:
@@ -140,8 +160,7 @@ def _hash_over(found: Callable) -> Callable:
 
         On CPUs it names the features of the processor, so they are named here.
         """
-        processes = {device.process_index for device in accelerators.flat}
-        if _of_thread.obtain is None or len(processes) == 1:
+        if _of_thread.obtain is None or not _spans(accelerators.flat):
             return found(hasher, accelerators, *rest)
         for device in accelerators.flat:
             hasher.update(f"{device.device_kind} {device.process_index};".encode())

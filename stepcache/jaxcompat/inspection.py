@@ -157,7 +157,5 @@ def _machine(backend: str) -> tuple[tuple[str, str], ...]:
 
 def live_backend(devices: Any) -> bool:
     """Whether devices can run a program, and are not just the description of some topology."""
-    if not PRIVATE_API:
-        return True
-    clients = {device.client for device in devices}
-    return all(any(client is each for each in xla_bridge.backends().values()) for client in clients)
+    backends = list(xla_bridge.backends().values()) if PRIVATE_API else []
+    return not PRIVATE_API or all(any(x.client is each for each in backends) for x in devices)

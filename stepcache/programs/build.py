@@ -28,8 +28,8 @@ from stepcache.calls.nnx_modules import checking_modules, passes_modules
 from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.events import Captured
-from stepcache.programs.store import ProgramStore, Publication
-from stepcache.programs.worker import compiling, tracing
+from stepcache.programs.store import ProgramStore, Publication, take_or_compile
+from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
 
 
@@ -120,9 +120,9 @@ def build(
         AgreementError: another process lowers another program.
     """
     stage = stopwatch.stage
-    source, digest, building = "compiled", "", None
+    source, digest, building = "compiled", "", Building()
 
-    def take_or_compile(compilation: jaxcompat.Compilation) -> Any:
+    def obtain(compilation: jaxcompat.Compilation) -> Any:
         """The executable of the module: held here, stored, of another rank, or compiled."""
         nonlocal source, digest, building
         digest = compilation.digest
@@ -134,20 +134,10 @@ def build(
         if not compilation.calls_back and (executable := held(compilation)) is not None:
             source = "memory"
             return executable
-        shared = store if digest else None  # Without one, only this process can have it.
-        found = shared.find(compilation, stage) if shared is not None else None
-        if found is None and shared is not None:
-            # One of the processes that need it compiles it; the others wait, and load it.
-            found = shared.lock_or_find(compilation, stage)
-            if isinstance(found, Building):
-                building, found = found, None
-        if found is not None:
-            executable, source = found
-            return executable
-        before_compiling(module, digest)
-        with Undoing() as while_compiling, while_compiling, stage("compile"):
-            while_compiling.use(compiling)
-            return compilation.compile()
+        executable, source, building = take_or_compile(
+            compilation, store, stage, lambda: before_compiling(module, digest)
+        )
+        return executable
 
     try:
         with Undoing() as undoing, undoing:
@@ -166,13 +156,12 @@ def build(
                 with stage("agree"):
                     together.agree(staged)
             with stage("load"):
-                run = staged.compile(take_or_compile)
+                run = staged.compile(obtain)
             if together is not None:
                 with stage("agree"):
                     together.conclude()
     except BaseException:
-        if building is not None:
-            building.release()
+        building.release()
         raise
     captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(request.key, run, captured, stopwatch.seconds, source, digest)

@@ -38,13 +38,9 @@ _numbers = itertools.count(1)
 
 
 class Owner(Protocol):
-    """A user of a cache's programs. A cache holds its owners by weak references.
+    """A user of a cache's programs. A cache holds its owners by weak references."""
 
-    Attributes:
-        number: of whom programs are kept for. Owners may share one; see `ProgramCache.release`.
-    """
-
-    number: int
+    number: int  # Of whom programs are kept for. Owners may share one.
 
     def lost(self, program: Program, reason: str) -> None:
         """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""

@@ -34,8 +34,7 @@ def open_store(
 ) -> ProgramStore:
     """Opens, and if need be makes, a directory of programs; with a shared cache if there is one.
 
-    Raises:
-        CacheDirectoryError: others can write to it.
+    Raises `CacheDirectoryError` if others can write to it.
     """
     disk = DiskStore(directory, max_bytes)
     run_log = RunLog(disk.root / "runs", disk.writable)
@@ -100,7 +99,6 @@ def look_ahead() -> None:
     Does nothing where no run of this script has used the user's directory. The script may still
     name another one.
     """
-
     with contextlib.suppress(Exception):
         is_script = hasattr(sys.modules.get("__main__"), "__file__")
         path = default_directory() if is_script and jaxcompat.CAN_STORE else None
@@ -121,11 +119,7 @@ def look_ahead() -> None:
 
 
 def place_in_environment() -> Place | None:
-    """The shared cache that `STEPCACHE_REMOTE` names; None for none.
-
-    Raises:
-        OptionError, CacheDirectoryError: it cannot be used.
-    """
+    """The shared cache that `STEPCACHE_REMOTE` names; None for none. Raises as `place_of`."""
     return place_of(os.environ.get(REMOTE, ""), REMOTE)
 
 

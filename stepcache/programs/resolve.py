@@ -199,12 +199,8 @@ class Resolver:
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
-        Args:
-            build_id, request, program: of the miss.
-            miss: completed, but not compared with earlier runs.
-            final: gives it compared.
-            own_seconds: what the call took apart from the stages.
-            remote_bytes: size of the executable, if it came from the shared cache.
+        `final` gives the miss as compared with earlier runs, `own_seconds` are those of the call
+        apart from the stages, `remote_bytes` the size of what came from the shared cache.
         """
         name, seconds = self._spec.name, program.seconds
         is_compiled = program.source == "compiled"
@@ -225,8 +221,7 @@ class Resolver:
     def compare_values(self, scope: Scope, request: Request) -> None:
         """Compares the host values of a pod's processes, if no call with values has done so yet.
 
-        Raises:
-            AgreementError: values differ.
+        Raises `AgreementError` if they differ.
         """
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
@@ -243,11 +238,7 @@ class Resolver:
         self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
-        """Raises or warns of a program that has to be compiled, as the session says.
-
-        Raises:
-            RecompileError: it says that nothing may be compiled.
-        """
+        """Warns of a program that has to be compiled, or raises `RecompileError`."""
         is_forbidden = recompiles_forbidden.get()
         if is_forbidden or scope.on_miss == "error":
             where = "no_recompile()" if is_forbidden else 'on_miss="error"'
@@ -264,9 +255,7 @@ class Resolver:
         """Has new programs stored in the background, once they have run or failed to."""
         while self._unsettled:
             with contextlib.suppress(IndexError):  # Another thread may take the last one.
-                settling = self._unsettled.pop()
-                seconds = 0.002 if settling.source == "compiled" else 0.00025  # If it is small.
-                settling.store.worker.submit(settling, seconds)
+                (settling := self._unsettled.pop()).store.worker.submit(settling)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -291,8 +280,7 @@ class _Settling:
         store, publication, why_not = self.store, self.publication, self.why_not
         if (self.source == "compiled" or publication.data) and not why_not:
             why_not = store.publish(publication, self.label)
-        elif publication.building is not None:
-            publication.building.release()
+        publication.building.release()
         described = self.described()
         miss = self.miss()  # Before the prediction that it compares with is replaced.
         if why_not:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from stepcache import jaxcompat
+from stepcache._changes import Undoing
 from stepcache.events import Captured
 from stepcache.programs.prediction import (
     Prediction,
@@ -27,7 +28,7 @@ from stepcache.programs.prediction import (
     prediction_name,
     programs_in,
 )
-from stepcache.programs.worker import Worker
+from stepcache.programs.worker import Worker, compiling
 from stepcache.storage.building import Building, BuildLock
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
@@ -69,7 +70,8 @@ class Publication:
     module: Callable[[], str]  # Gives the lowered module as text, with locations.
     seconds: dict[str, float]
     captured: tuple[Captured, ...] = ()
-    building: Building | None = None  # The lock until it is stored: other processes wait for it.
+    # The lock until it is stored: other processes wait for it.
+    building: Building = field(default_factory=Building)
     data: bytes = field(default=b"", repr=False)  # Serialized, where that was needed before.
 
 
@@ -161,8 +163,7 @@ class ProgramStore:
     def publish(self, publication: Publication, label: str) -> str:
         """Stores a program of the step of this label; returns why not, an empty text if it has."""
         with contextlib.ExitStack() as held:
-            if publication.building is not None:
-                held.callback(publication.building.release)
+            held.callback(publication.building.release)
             if sum(publication.seconds.values()) < self.min_build_seconds:
                 return f"it was built in less than {self.min_build_seconds} s"
             try:
@@ -180,8 +181,7 @@ class ProgramStore:
             }
             if not self.disk.publish("program", publication.digest, about, serialized):
                 return "the directory cannot be written"
-            if publication.building is not None:
-                publication.building.release(was_stored=True)
+            publication.building.release(was_stored=True)
         self._has_published = True
         if self.remote is not None:
             self.remote.upload_program(publication.digest, about, serialized)
@@ -223,3 +223,32 @@ class ProgramStore:
         self.worker.flush()
         if self.remote is not None:
             self.remote.flush()
+
+
+def take_or_compile(
+    compilation: jaxcompat.Compilation,
+    store: ProgramStore | None,
+    stage: Stage,
+    before_compiling: Callable[[], None] = lambda: None,
+) -> tuple[Any, str, Building]:
+    """Takes the executable of a lowered module from a store, or has XLA compile it.
+
+    Returns:
+        The executable; where it was, as in `Program.source`; and the lock under which it is to be
+        stored, if it was compiled.
+    """
+    found = None
+    if store is not None and compilation.digest:
+        # One of the processes that need it compiles it; the others wait, and load it.
+        found = store.find(compilation, stage) or store.lock_or_find(compilation, stage)
+    if isinstance(found, tuple):
+        return *found, Building()
+    building = found or Building()
+    try:
+        before_compiling()
+        with Undoing() as while_compiling, while_compiling, stage("compile"):
+            while_compiling.use(compiling)
+            return compilation.compile(), "compiled", building
+    except BaseException:
+        building.release()
+        raise

@@ -25,7 +25,6 @@ _LONGEST_TRACE_SECONDS = 2.0  # So long jobs wait for a trace to end, before the
 _LOOK_SECONDS = 0.02
 # The end of the process is to wait no longer than this for what is left.
 _QUIET_SECONDS, _SECONDS_LEFT = 0.1, 0.1
-_NICENESS = 15  # Of 19.
 
 _log = logging.getLogger("stepcache")
 
@@ -55,15 +54,15 @@ class _UnderWay(Shared):
 tracing, compiling = _UnderWay(), _UnderWay()
 
 
-def _wait_for_python(left_seconds: Callable[[], float], is_urgent: Callable[[], bool]) -> None:
+def _wait_for_python(worker: Worker) -> None:
     """Waits, not long, until no step has been traced for a while.
 
     Or until XLA compiles, where more is left than the end of the process is to wait for; or, where
     nothing is compiled, until no trace is under way.
     """
     limit = time.monotonic() + _LONGEST_TRACE_SECONDS
-    while not is_urgent() and (now := time.monotonic()) < limit:
-        if (left := left_seconds()) < _SECONDS_LEFT:
+    while not worker.is_urgent.is_set() and (now := time.monotonic()) < limit:
+        if (left := len(worker._jobs) * worker.job_seconds) < _SECONDS_LEFT:
             time.sleep(_LOOK_SECONDS)
         elif compiling.begun.wait(_LOOK_SECONDS):
             return
@@ -75,7 +74,7 @@ def _wait_for_python(left_seconds: Callable[[], float], is_urgent: Callable[[], 
 def _yield_to_others() -> None:
     """Has the system prefer all other threads to this one, as those in which XLA compiles."""
     if sys.platform == "linux":  # Where each thread has a priority of its own.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 class Worker:
@@ -94,19 +93,20 @@ class Worker:
     def begin(self) -> None:
         """Has no jobs: as it is made, and in a child, where the parent's thread is not."""
         self._executor = ThreadPoolExecutor(1, self._name, _yield_to_others)
-        self._jobs: dict[Future[None], float] = {}  # And how long each takes.
+        self._jobs: dict[Future[None], None] = {}
+        self.job_seconds = 0.002  # What one takes, as the latest did.
         self.is_urgent = threading.Event()  # Somebody waits for the jobs, or the process ends.
 
-    def submit(self, work: Callable[[], None], seconds: float = 0.0) -> None:
-        """Runs `work`, of about so many seconds, in the background; here if no thread starts."""
+    def submit(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the background; here if no thread starts."""
         _process_hooks.at_end_of_child(_end)
         job = _Job(self, work)
         try:
             future = self._executor.submit(job)
-        except (RuntimeError, MemoryError) as error:  # Too many threads, or Python is about to end.
+        except (RuntimeError, MemoryError) as error:  # Too many threads, or Python's end.
             _log.info("%s: no thread can be started now: %s", self._name, error)
             return job()
-        self._jobs[future] = seconds
+        self._jobs[future] = None
         future.add_done_callback(self._jobs.pop)
 
     def has_more(self) -> bool:
@@ -128,16 +128,21 @@ class _Job:
         self._worker, self._work = worker, [work]
 
     def __call__(self) -> None:
-        jobs, is_urgent = self._worker._jobs, self._worker.is_urgent.is_set
-        _wait_for_python(lambda: sum(list(jobs.values())), is_urgent)
+        worker = self._worker
+        _wait_for_python(worker)
         with contextlib.suppress(IndexError):
-            for work in (self._work.pop(), self._worker.after):
-                try:
-                    # Else a call beside it would wait for Python's lock as long as that lets it.
-                    with _process_hooks.quick_switching():
-                        work()
-                except BaseException:
-                    _log.exception("%s: a job failed", self._worker._name)
+            work, started = self._work.pop(), time.monotonic()
+            self._run(work)
+            worker.job_seconds += (time.monotonic() - started - worker.job_seconds) / 8
+            self._run(worker.after)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            # Else a call beside it would wait for Python's lock as long as that lets it.
+            with _process_hooks.quick_switching():
+                work()
+        except BaseException:
+            _log.exception("%s: a job failed", self._worker._name)
 
 
 _live: WeakObjects[Worker] = WeakObjects()

@@ -41,7 +41,7 @@ _files: weakref.WeakValueDictionary[Path, _File] = weakref.WeakValueDictionary()
 class Building:
     """A program that this process is about to compile. It is unlocked when nothing holds this."""
 
-    def __init__(self, file: _File | None, digest: str):
+    def __init__(self, file: _File | None = None, digest: str = ""):
         self._file, self._digest = file, digest
         self.is_locked = False  # Whether other processes wait.
 
@@ -89,4 +89,4 @@ class BuildLock:
                 building.is_locked = self._file.lock(_ALONE, digest)
             return building
         except OSError:
-            return Building(None, digest)
+            return Building()

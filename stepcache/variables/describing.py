@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import keystr
@@ -124,7 +125,7 @@ def abstract(leaf: Any) -> Any:
         aval = jaxcompat.abstract(getattr(leaf, "_stand_in", leaf))  # One of another process.
     except (TypeError, ValueError, OverflowError):
         return None
-    return aval if jaxcompat.is_array_type(aval) else None
+    return aval if type(aval) is jax.core.ShapedArray else None
 
 
 def matching(name: str, layout: Layout, tree: Any, what: str, *, dtypes: bool = True) -> list[Any]:

@@ -70,7 +70,7 @@ class HostLayout(Layout):
     def read(self) -> Any:
         """The compiled program from shards on the hosts to buffers on the devices."""
         places = [buffer.sharding for buffer in self.on_device]
-        return jax.jit(self._read, in_shardings=(self.homes,), out_shardings=places)
+        return jaxcompat.jit(self._read, in_shardings=(self.homes,), out_shardings=places)
 
     def _read(self, buffers: Sequence[Any]) -> list[Any]:
         return [
@@ -101,7 +101,7 @@ class HostLayout(Layout):
     @functools.cached_property
     def _gather(self) -> Any:
         """The compiled program from shards on the devices to buffers."""
-        return jax.jit(
+        return jaxcompat.jit(
             lambda buffers: list(map(_restored, buffers, self.on_device)),
             out_shardings=[device.sharding for device in self.on_device],
         )
@@ -109,7 +109,7 @@ class HostLayout(Layout):
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""
-        return jax.jit(self._write, out_shardings=self.homes)
+        return jaxcompat.jit(self._write, out_shardings=self.homes)
 
     def _write(self, buffers: Sequence[Any]) -> list[Any]:
         return [

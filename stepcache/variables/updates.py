@@ -226,7 +226,7 @@ def _over_packed(rule: _Rule, *, placed: bool) -> Any:
         new, new_state = rule(value.value(), state.value(), update)
         return repacked(value, new), repacked(state, new_state)
 
-    return jax.jit(run, donate_argnums=(0, 1))
+    return jaxcompat.jit(run, donate_argnums=(0, 1))
 
 
 def _host_device(where: str) -> Any:

@@ -126,7 +126,7 @@ def process(directory, injection=None, *, ahead=True):
             exec(compile(SOURCE, module.__file__, "exec"), module.__dict__)
             if ahead and (preparing := cache.store().preloader.preparing) is not None:
                 wait([preparing])
-                wait([load for _, load in cache.store().preloader.loads.values()])
+                wait([load for _, load in cache.store().preloader.loads.values()], 5)
             for size in (3, 4):
                 assert float(module.step(np.ones(size, np.float32))[-1]) == 3
             cache.flush()
