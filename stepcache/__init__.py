@@ -5,7 +5,15 @@ a mesh and the rules that place what a call brings.
 """
 
 import os as _os
+import sys as _sys
 import time as _time
+
+from stepcache import run as _run
+
+if _run.is_asked():
+    from stepcache.run_command import run as _run_command
+
+    _run_command.main(_sys.argv[2:], prog_name="stepcache run")
 
 _started = _time.perf_counter()
 
@@ -37,6 +45,8 @@ from stepcache.errors import (
     VariablesError,
 )
 from stepcache.events import Change, Miss, StepStats, recorder
+from stepcache.install import begin_program as _begin_program
+from stepcache.install import install, uninstall
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.programs.opening import look_ahead as _look_ahead
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
@@ -98,13 +108,22 @@ __all__ = [
     "advise",
     "connect",
     "current_session",
+    "install",
     "no_recompile",
     "recorder",
     "restore",
     "save",
     "step",
+    "uninstall",
 ]
 
 _jaxcompat.hide_frames(_os.path.dirname(_os.path.abspath(__file__)))
 _history.import_seconds = _time.perf_counter() - _started
 _look_ahead()
+if _run.OPTIONS in _os.environ:
+    _begin_program(_os.environ[_run.OPTIONS])
+
+
+def load_ipython_extension(shell: object) -> None:
+    """What `%load_ext stepcache` does: `install`."""
+    install()

@@ -38,8 +38,7 @@ class Scope:
     max_step_bytes: int | None = None  # What one call may move.
     # Returns the `Peers` of some ranks; None for a single process.
     together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
-    # At which calls that pass `Variables` replicas are compared.
-    check_replicas_every: int | None = None
+    check_replicas_every: int | None = None  # At which calls that pass `Variables`.
     closed: bool = False  # No call may be made in it any more.
     built: bool = False  # A program has been built in it.
     # Rules that have matched a leaf so far, or that have been warned about.
@@ -48,6 +47,7 @@ class Scope:
     shown: tuple[str, ...] = ()  # Paths of some leaves of the last of them.
     session: weakref.ref[Any] | None = None  # The front door to it.
     target: Any = None  # Runs its steps on other processes; None where they run in this one.
+    warm_programs: int = 0  # So many of each step are compiled whatever `on_miss` says.
 
     @property
     def mesh(self):

@@ -1,4 +1,5 @@
-"""The command line: `stepcache cache ...`, `report`, `doctor`, `launch`, `serve`, `status`, `stop`.
+"""The command line: `stepcache run`, `cache ...`, `report`, `doctor`, `launch`, `serve`, `status`,
+`stop`.
 
 Commands about a cache directory take `--dir` and `--json`. The JSON is made of the records in
 `stepcache/report/`: sizes in bytes, durations in seconds, times in seconds since the epoch. Exit
@@ -22,6 +23,7 @@ from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
 from stepcache.report.doctor import examine, version_of
+from stepcache.run_command import run
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,7 +32,7 @@ def main() -> None:
     """Inspects the programs that stepcache keeps on disk, runs pods and tasks, serves variables."""
 
 
-for command in (cache, report, serve, status, stop):
+for command in (cache, report, run, serve, status, stop):
     main.add_command(command)
 
 

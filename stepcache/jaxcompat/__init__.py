@@ -47,7 +47,7 @@ from stepcache.jaxcompat.executables import (
     serialize_executable,
     why_not_storable,
 )
-from stepcache.jaxcompat.hooks import Compilation, call_on_clear_caches, hide_frames
+from stepcache.jaxcompat.hooks import Compilation, call_on_clear_caches, compile_all, hide_frames
 from stepcache.jaxcompat.inspection import (
     captured_arrays,
     devices_text,

@@ -67,7 +67,7 @@ def compile_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> N
         undoing.use(each)
 
 
-def compile_all_through(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> None:
+def compile_all(undoing: Undoing, obtain: Callable[[Compilation], Any]) -> None:
     """Has `obtain` give the executables of all else that this process compiles.
 
     But what several processes compile, or a profile guides, is left to JAX.

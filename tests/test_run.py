@@ -1,0 +1,214 @@
+"""`stepcache run` and `install`: a JAX program as it is, with all that it compiles cached."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from stepcache import jaxcompat
+
+pytestmark = pytest.mark.skipif(
+    not jaxcompat.CAN_STORE, reason="programs are stored through JAX's private API"
+)
+
+# Functions decorated in the ways that people have, eager operations, and a library's jits.
+PROGRAM = """
+import functools, sys
+import jax, numpy as np, optax
+from jax import jit
+import jax.numpy as jnp
+
+@jax.jit
+def loss(w, x):
+    return jnp.mean(jnp.square(x @ w))
+
+@functools.partial(jit, static_argnames="power")
+def penalty(w, power):
+    return jnp.sum(w**power)
+
+@jax.jit(donate_argnums=0)
+def scaled(x):
+    jax.debug.print("scaled {}", x[0])
+    return x * 2
+
+w = jax.random.normal(jax.random.key(0), (8, 4))
+x = jnp.linspace(0, 1, 64).reshape(8, 8)
+optimizer = optax.adam(0.1)
+state = optimizer.init(w)
+for _ in range(3):
+    updates, state = optimizer.update(jax.grad(loss)(w, x), state)
+    w = optax.apply_updates(w, updates)
+print(float(loss(w, x)), float(penalty(w, power=2)), np.asarray(scaled(jnp.arange(3.0))).tolist())
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def run(directory, *arguments, plain=False, **environment):
+    command = [sys.executable, *([] if plain else ["-m", "stepcache", "run"]), *arguments]
+    environment = dict(os.environ, STEPCACHE_DIR=str(directory / "programs"), **environment)
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def write(directory, source, name="script.py"):
+    (directory / name).write_text(textwrap.dedent(source))
+    return name
+
+
+def counts(done):
+    """What the line at the end says, by where the programs were."""
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("stepcache: "), done.stderr
+    return {source: int(count) for count, source in re.findall(r"(\d+) (\w+)", line)}
+
+
+def test_a_second_and_a_third_start_compile_nothing_and_print_the_same(directory):
+    plain = run(directory, "train.py", plain=True)
+    assert plain.returncode == 0, plain.stderr
+    starts = [run(directory, "train.py") for _ in range(3)]
+    assert [each.stdout for each in starts] == [plain.stdout] * 3, starts[0].stderr
+    first, *later = map(counts, starts)
+    assert first["compiled"] > 8 and first["programs"] == first["compiled"] + first.get("memory", 0)
+    callbacks = 0 if jaxcompat.hooks._BINDS_CALLBACKS else 1
+    for each in later:
+        assert each.get("compiled", 0) == callbacks and each["programs"] == first["programs"]
+        assert each["preloaded"] > 8
+
+
+def test_what_a_program_sees_of_how_it_is_run(directory):
+    script = write(
+        directory,
+        """
+        import os, sys, __main__
+        print(sys.argv, __name__, __main__.__file__, sys.path[0], __spec__)
+        import jax
+        def fail():
+            raise ValueError("of the program")
+        if "fail" in sys.argv:
+            fail()
+        sys.exit(3)
+        """,
+    )
+    for arguments in ([script, "a", "--quiet"], [script, "fail"]):
+        plain, ours = run(directory, *arguments, plain=True), run(directory, *arguments)
+        seen = ours.stdout, ours.stderr, ours.returncode
+        assert seen == (plain.stdout, plain.stderr, plain.returncode)
+
+
+def test_a_module_and_a_hidden_sitecustomize(directory):
+    write(directory, "import sys; sys.user_has_been_here = 1", "sitecustomize.py")
+    (directory / "package").mkdir()
+    source = "import jax, sys; print(sys.user_has_been_here, type(jax.jit(abs)).__name__, sys.argv)"
+    write(directory / "package", source, "__main__.py")
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    done = run(directory, "--quiet", "-m", "package", "1", PYTHONPATH=path)
+    assert done.stdout.startswith("1 Step [") and "'1']" in done.stdout, done.stderr
+    assert done.stderr == ""
+
+
+def test_children_are_cached_too_and_one_line_is_printed(directory):
+    script = write(
+        directory,
+        """
+        import multiprocessing
+        import jax, jax.numpy as jnp
+
+        def work(number):
+            return float(jax.jit(lambda x: x * 3 + 1)(jnp.float32(number)))
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(2) as pool:
+                print(pool.map(work, range(4)), work(5))
+        """,
+    )
+    for _ in range(2):
+        done = run(directory, script)
+        assert done.stdout == "[1.0, 4.0, 7.0, 10.0] 16.0\n", done.stderr
+        assert done.stderr.count("stepcache:") == 1
+
+
+def test_a_program_that_imports_stepcache_first(directory):
+    source = "import stepcache as sc, jax; print(jax.jit is sc.step)"
+    assert run(directory, write(directory, source)).stdout == "True\n"
+
+
+def test_a_program_without_jax(directory):
+    source = "import sys; print('stepcache' in sys.modules)"
+    done = run(directory, write(directory, source))
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(("choice", "warm"), [("warn", 1), ("error", 1), ("error", 4)])
+def test_misses_are_explained_warned_of_or_errors(directory, choice, warm):
+    script = write(
+        directory,
+        """
+        import jax, numpy as np
+        double = jax.jit(lambda batch: batch * 2)
+        for size in (4, 5, 6, 7):
+            double(np.ones(size, np.float32))
+        """,
+    )
+    options = ["--on-miss", choice, "--warm-steps", str(warm), "--explain"]
+    done = run(directory, *options, script)
+    assert "float32[4] → float32[5] (axis 0)" in done.stderr
+    if (choice, warm) == ("error", 1):
+        assert done.returncode == 1 and "RecompileError" in done.stderr
+        return
+    assert done.returncode == 0 and ("RecompileWarning" in done.stderr) == (choice == "warn")
+    last = done.stderr.splitlines()[-1]
+    assert "<lambda> compiled 4 times (batch: float32[6] → float32[7] (axis 0))" in last
+    assert "pad it to a few sizes" in last
+
+
+def test_ctrl_c_ends_the_program_as_without(directory):
+    script = write(directory, "import jax, time; print(1, flush=True); time.sleep(600)")
+    command = [sys.executable, "-m", "stepcache", "run", script]
+    process = subprocess.Popen(
+        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "1\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+
+
+def test_installed_twice_and_uninstalled(directory):
+    script = write(
+        directory,
+        """
+        import jax
+        plain = jax.jit
+        import stepcache as sc
+        from stepcache.install import _installation
+        sc.install()
+        sc.install()
+        assert jax.jit is sc.step and type(jax.jit(lambda x: x)) is sc.Step
+        import jax.numpy as jnp
+        jnp.sin(jnp.ones(3)).block_until_ready()
+        before = sum(_installation.programs.values())
+        assert before > 0
+        sc.uninstall()
+        sc.uninstall()
+        assert jax.jit is plain
+        jnp.cos(jnp.ones(5)).block_until_ready()
+        assert sum(_installation.programs.values()) == before
+        sc.install()
+        jnp.tan(jnp.ones(7)).block_until_ready()
+        assert sum(_installation.programs.values()) > before
+        """,
+    )
+    done = run(directory, script, plain=True)
+    assert done.returncode == 0, done.stderr
