@@ -248,7 +248,8 @@ class Engine:
         miss, store = self.miss_log.why(request), scope.cache.store()
         if store is None:
             return miss, None
-        described = describe(self.resolver.label, request)
+        shown = request.shown.paths, request.shown.signature.leaves
+        described = describe(self.resolver.label, request.key, *shown)
         prediction = store.predictions.find(described.label, described.signature)
         if prediction is not None:
             is_there = store.disk.holds("program", prediction.program)

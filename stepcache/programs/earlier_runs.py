@@ -17,8 +17,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
-from stepcache.calls.signature import Leaf, short_type, shorten
-from stepcache.calls.step_spec import Request
+from stepcache.calls.signature import Leaf, Path, short_type, shorten
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
 from stepcache.origin import file_label, is_users_file
@@ -46,10 +45,16 @@ class Described:
         return digest_of(self.call)
 
 
-def describe(label: str, request: Request) -> Described:
-    """Describes a call of the step of this label, by its paths and types, not by its values."""
-    key, call, shown = request.key, {}, request.shown
-    for path, leaf in zip(shown.paths, shown.signature.leaves, strict=True):
+def describe(label: str, key: Key, paths: Sequence[Path], leaves: Sequence[Leaf]) -> Described:
+    """Describes a call of the step of this label, by its paths and types, not by its values.
+
+    Args:
+        label: of the step.
+        key: of its program.
+        paths, leaves: as they are shown, placed.
+    """
+    call: dict[str, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
         call[f"argument {path.text}"] = _leaf_text(leaf)
         if path.holder:
             call[f"holder {path.argument}"] = path.holder

@@ -124,7 +124,8 @@ class Resolver:
         miss, store = self._miss_log.why(request), scope.cache.store()
         warn_of_carried_module(self._spec, request.call)
         # It is to outlive the call, and holds on to no array and to nothing of the step.
-        described = _Once(functools.partial(describe, self.label, _without_arrays(request)))
+        shown = request.shown.paths, request.shown.signature.leaves
+        described = _Once(functools.partial(describe, self.label, request.key, *shown))
         explained = functools.partial(_explained, miss, store, described)
 
         def before_compiling(module: Callable[[], str], digest: str) -> None:
@@ -323,13 +324,6 @@ def _explained(
     except Exception:
         _log.exception("%s is not compared with earlier runs", miss.step)
         return miss
-
-
-def _without_arrays(request: Request) -> Request:
-    """A request for `describe`, which needs paths and types, and no values."""
-    call = dataclasses.replace(request.shown, leaves=[], args=(), kwargs={}, given=((), {}))
-    vars(call)["paths"] = request.shown.paths
-    return dataclasses.replace(request, call=call, tell=lambda _: call)
 
 
 def _how_resolved(program: Program, remote_bytes: int | None = None) -> dict[str, Any]:
