@@ -26,7 +26,8 @@ class _AfterJax:
 
             def execute_both(module: Any) -> None:
                 execute(module)
-                importlib.import_module("stepcache")
+                if find_spec("stepcache") is not None:  # Another Python of the program may lack it.
+                    importlib.import_module("stepcache")
 
             spec.loader.exec_module = execute_both
         return spec
