@@ -32,6 +32,12 @@ _log = logging.getLogger("stepcache")
 
 # What takes less to compile other processes compile themselves, and do not wait until it is stored.
 _WORTH_WAITING_SECONDS = 0.2
+_SAID = {
+    "memory": "shared in memory",
+    "disk": "loaded from disk",
+    "remote": "loaded from the shared cache",
+    "rank": "received from another rank",
+}
 _MANY_COMPILATIONS = 3  # A step that has more is named at the end.
 
 
@@ -42,7 +48,7 @@ class Installation:
         self._undoing: Undoing | None = None
         self._lock = threading.Lock()
         self.programs: collections.Counter[str] = collections.Counter()  # By `Program.source`.
-        self.compile_seconds = self.saved_seconds = 0.0
+        self.compile_seconds = 0.0
         self.compiled: dict[str, list[Miss]] = {}  # The misses of steps that compiled, by name.
 
     def begin(self) -> None:
@@ -54,7 +60,7 @@ class Installation:
             jaxcompat.compile_all(undoing, self._obtain)
         else:
             _log.warning("stepcache keeps no programs on disk with this version of JAX")
-        undoing.add(setattr, jax, "jit", jax.jit)
+        undoing.add(_put_back, jax.jit)
         jax.jit = step
 
     def end(self) -> None:
@@ -92,7 +98,7 @@ class Installation:
     def summary(self) -> str:
         """What became of the programs of this process, in a line."""
         compiled = self.programs["compiled"]
-        told = [f"{count} {source}" for source, count in sorted(self.programs.items()) if count]
+        told = [f"{count} {_SAID.get(by, by)}" for by, count in sorted(self.programs.items())]
         if compiled:
             told.remove(f"{compiled} compiled")
             told.append(f"{compiled} compiled in {readable_seconds(self.compile_seconds)}")
@@ -104,6 +110,11 @@ class Installation:
                 hint = f": {last.advice[0]}" if last.advice else ""
                 parts.append(f"{name} compiled {len(misses)} times{why}{hint}")
         return "; ".join(parts)
+
+
+def _put_back(jit: Any) -> None:
+    if jax.jit is step:  # Else other code has replaced it since.
+        jax.jit = jit
 
 
 def _keep(

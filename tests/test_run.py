@@ -79,7 +79,7 @@ def test_a_second_and_a_third_start_compile_nothing_and_print_the_same(directory
     starts = [run(directory, "train.py") for _ in range(3)]
     assert [each.stdout for each in starts] == [plain.stdout] * 3, starts[0].stderr
     first, *later = map(counts, starts)
-    assert first["compiled"] > 8 and first["programs"] == first["compiled"] + first.get("memory", 0)
+    assert first["compiled"] > 8 and first["programs"] == first["compiled"] + first.get("shared", 0)
     callbacks = 0 if jaxcompat.hooks._BINDS_CALLBACKS else 1
     for each in later:
         assert each.get("compiled", 0) == callbacks and each["programs"] == first["programs"]
