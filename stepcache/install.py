@@ -91,8 +91,7 @@ class Installation:
             publication = Publication(
                 compilation.digest, executable, lambda: "", stopwatch.seconds, building=building
             )
-            about = store, publication, compilation, source
-            store.worker.submit(functools.partial(_keep, *about))
+            store.worker.submit(functools.partial(_keep, store, publication, compilation, source))
         return executable
 
     def summary(self) -> str:
