@@ -240,8 +240,8 @@ class Resolver:
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
         """Warns of a program that has to be compiled, or raises `RecompileError`."""
-        is_forbidden, is_warm = recompiles_forbidden.get(), miss.number > scope.warm_programs
-        if is_forbidden or (scope.on_miss == "error" and is_warm):
+        is_forbidden, is_another = recompiles_forbidden.get(), miss.number > scope.warm_programs
+        if is_forbidden or (scope.on_miss == "error" and is_another):
             where = "no_recompile()" if is_forbidden else 'on_miss="error"'
             miss = explained() if explained is not None else miss
             raise RecompileError(
@@ -249,7 +249,7 @@ class Resolver:
                 miss,
                 hint="call step.warm(...) beforehand for each signature that the loop uses",
             )
-        if scope.on_miss == "warn" and is_warm and miss.number > 1:
+        if scope.on_miss == "warn" and is_another and miss.number > 1:
             warn(str(explained() if explained is not None else miss), RecompileWarning)
 
     def settle(self) -> None:

@@ -54,7 +54,7 @@ BUILD = codes_of(
     *(build.build, build.trace, stages.Staged.lower, stages.Staged.compile),
     *(store.ProgramStore.find, store.ProgramStore.lock_or_find, building.BuildLock.try_lock),
     *(building.Building.__init__, building._File.lock),
-    resolve.Resolver.resolve,
+    *(store.take_or_compile, resolve.Resolver.resolve),
 )
 
 
