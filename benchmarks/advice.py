@@ -172,7 +172,7 @@ def server(engine: str) -> Iterator[str]:
     """The address of a server in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         name = Path(directory).name
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
         with served_by(command + ["--ray", name] * (engine == "ray")):
             yield f"local:{directory}" if engine == "local" else f"ray:{name}"
 

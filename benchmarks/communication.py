@@ -148,7 +148,7 @@ def by_readers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]
 def server(engine: str) -> Iterator[str]:
     """A server of variables; its address."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
         name = Path(directory).name
         with served_by(command + (["--ray", name] if engine == "ray" else [])):
             yield f"local:{directory}" if engine == "local" else f"ray:{name}"

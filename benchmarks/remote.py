@@ -199,7 +199,7 @@ def measured(rounds: int, tensorflow: str | None) -> list[Row]:
 
 def measured_on_ray(rounds: int, tensorflow: str | None) -> list[Row]:
     """By themselves, for Ray's processes take a part of the machine."""
-    command = ["-m", "stepcache.cli", "serve", "--tasks", "1x1", "--ray", RAY_NAME]
+    command = ["-m", "stepcache", "serve", "--tasks", "1x1", "--ray", RAY_NAME]
     rows = []
     with ray_cluster(), served_by([sys.executable, *command]):
         here, ray = Contender(sc.Session()), Contender(sc.Session(target=f"ray:{RAY_NAME}"))

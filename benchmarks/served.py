@@ -108,7 +108,7 @@ def stepcache_group(workers: int, size: int, engine: str) -> Iterator[Group]:
     with tempfile.TemporaryDirectory() as directory:
         name = Path(directory).name
         address = f"local:{directory}" if engine == "local" else f"ray:{name}"
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
         if engine == "ray":
             command += ["--ray", name]
         elif engine == "ray calls":

@@ -124,7 +124,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def train(mode: str, steps: int, directory: str) -> list[dict[str, Any]]:
     """Trains in one mode. Returns the lines of all workers, in the order of time."""
-    serve = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+    serve = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
     serve += ["--snapshot-every", "2s"]
     script = [sys.executable, __file__, "--directory", directory, "--mode", mode]
 

@@ -69,7 +69,7 @@ def work(directory: str, rank: int) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
         serve = partial(subprocess.Popen, [*command, "--snapshot-every", "1s"])
         scripts = [[sys.executable, __file__, directory, str(rank)] for rank in range(WORKERS)]
         server = serve()

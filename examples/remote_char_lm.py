@@ -53,7 +53,7 @@ def main() -> None:
         print(again.stdout, end="")
         assert f"goes on at step {KILLED_AT + 1}" in again.stdout
     finally:
-        subprocess.run([sys.executable, "-m", "stepcache.cli", "stop", name], check=True)
+        subprocess.run([sys.executable, "-m", "stepcache", "stop", name], check=True)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ import os as _os
 import sys as _sys
 import time as _time
 
-from stepcache import run as _run
+from stepcache import run_command as _run
 
 if _run.is_asked():
-    from stepcache.run_command import run as _run_command
-
-    _run_command.main(_sys.argv[2:], prog_name="stepcache run")
+    _run.main(_sys.argv[2:])
 
 _started = _time.perf_counter()
 

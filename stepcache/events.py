@@ -72,6 +72,7 @@ class Miss:
             empty until then.
         not_stored: why later processes have to compile the program again; empty if it is stored.
         called_time: time of the call, in seconds since the epoch; 0 until the program was obtained.
+        place: file and line of the step's function; empty for a library's, and until then.
     """
 
     step: str
@@ -85,6 +86,7 @@ class Miss:
     remedy: str = ""
     not_stored: str = ""
     called_time: float = field(default=0.0, compare=False)
+    place: str = field(default="", compare=False)
 
     @property
     def in_a_line(self) -> str:

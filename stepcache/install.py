@@ -1,19 +1,18 @@
 """Any JAX program, unchanged: `jax.jit` is `stepcache.step`, and all that is compiled is cached.
 
 `install` does it from here on, and `stepcache run` before the first line of a program. At the end
-one line says what became of the programs, as that of ccache does.
+one line says what became of the programs.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import logging
 import os
 import sys
-import threading
 import time
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -21,24 +20,18 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, current_scope
-from stepcache.events import Built, Event, Loaded, Miss, recorder
+from stepcache.events import Built, Event, Loaded, recorder
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.earlier_runs import Described, prediction_of
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
+from stepcache.report.last_line import ProgramCounts
 from stepcache.step import step
-from stepcache.units import counted, readable_seconds
+from stepcache.storage.run_activity import activity_log
 
 _log = logging.getLogger("stepcache")
 
 # What takes less to compile other processes compile themselves, and do not wait until it is stored.
 _WORTH_WAITING_SECONDS = 0.2
-_SAID = {
-    "memory": "shared in memory",
-    "disk": "loaded from disk",
-    "remote": "loaded from the shared cache",
-    "rank": "received from another rank",
-}
-_MANY_COMPILATIONS = 3  # A step that has more is named at the end.
 
 
 class Installation:
@@ -46,16 +39,13 @@ class Installation:
 
     def __init__(self) -> None:
         self._undoing: Undoing | None = None
-        self._lock = threading.Lock()
-        self.programs: collections.Counter[str] = collections.Counter()  # By `Program.source`.
-        self.compile_seconds = 0.0
-        self.compiled: dict[str, list[Miss]] = {}  # The misses of steps that compiled, by name.
+        self.counts = ProgramCounts()
 
     def begin(self) -> None:
         if self._undoing is not None:
             return
         self._undoing = undoing = Undoing()
-        undoing.add(recorder.subscribe(self._count_step))
+        undoing.add(recorder.subscribe(self.counts))
         if jaxcompat.CAN_STORE:
             jaxcompat.compile_all(undoing, self._obtain)
         else:
@@ -68,23 +58,11 @@ class Installation:
         if undoing is not None:
             undoing.close()
 
-    def _count_step(self, event: Event) -> None:
-        if isinstance(event, Built):
-            self._count("compiled", event.compile_seconds)
-            self.compiled.setdefault(event.miss.step, []).append(event.miss)
-        elif isinstance(event, Loaded):
-            self._count(event.source.partition(" ")[0])
-
-    def _count(self, source: str, seconds: float = 0.0) -> None:
-        with self._lock:
-            self.programs[source] += 1
-            self.compile_seconds += seconds
-
     def _obtain(self, compilation: jaxcompat.Compilation) -> Any:
         """The executable of what is no step's: of an eager operation, or of JAX's own functions."""
         store, stopwatch = current_scope().cache.store(), Stopwatch(lambda stage: None)
         executable, source, building = take_or_compile(compilation, store, stopwatch.stage)
-        self._count(source, stopwatch.seconds.get("compile", 0.0))
+        self.counts.count(source, stopwatch.seconds.get("compile", 0.0))
         if stopwatch.seconds.get("compile", 0.0) < _WORTH_WAITING_SECONDS:
             building.release()
         if store is not None and compilation.digest:
@@ -93,22 +71,6 @@ class Installation:
             )
             store.worker.submit(functools.partial(_keep, store, publication, compilation, source))
         return executable
-
-    def summary(self) -> str:
-        """What became of the programs of this process, in a line."""
-        compiled = self.programs["compiled"]
-        told = [f"{count} {_SAID.get(by, by)}" for by, count in sorted(self.programs.items())]
-        if compiled:
-            told.remove(f"{compiled} compiled")
-            told.append(f"{compiled} compiled in {readable_seconds(self.compile_seconds)}")
-        parts = [f"stepcache: {counted(sum(self.programs.values()), 'program')}: {', '.join(told)}"]
-        for name, misses in self.compiled.items():
-            if len(misses) > _MANY_COMPILATIONS:
-                last = misses[-1]
-                why = f" ({last.changes[0]})" if last.changes else ""
-                hint = f": {last.advice[0]}" if last.advice else ""
-                parts.append(f"{name} compiled {len(misses)} times{why}{hint}")
-        return "; ".join(parts)
 
 
 def _put_back(jit: Any) -> None:
@@ -151,10 +113,16 @@ def begin_program(given: str) -> None:
     install()
     for name in ("on_miss", "warm_programs"):
         setattr(DEFAULT_SCOPE, name, options[name])
+    if options["max_memory"]:
+        DEFAULT_SCOPE.cache.bound_memory(options["max_memory"])
     if options["explain"]:
         recorder.subscribe(_print_miss)
-    if not options["quiet"] and options["pid"] == os.getpid():
+    if options["pid"] != os.getpid():
+        return
+    if not options["quiet"]:
         _process_hooks.at_exit(_print_summary, sys.stderr)
+    if options["report"]:
+        _process_hooks.at_exit(_write_report, options["report"], sys.stderr)
 
 
 def _print_miss(event: Event) -> None:
@@ -163,8 +131,28 @@ def _print_miss(event: Event) -> None:
 
 
 def _print_summary(stream: TextIO) -> None:
-    if _installation.programs:
-        print(_installation.summary(), file=stream)
+    if _installation.counts.programs:
+        store = DEFAULT_SCOPE.cache.store()
+        saved_seconds = store.saved_seconds if store is not None else 0.0
+        print(_installation.counts.summary(saved_seconds), file=stream)
+
+
+def _write_report(file: str, stream: TextIO) -> None:
+    """Writes what `stepcache report --out FILE` does about this run, once all of it is on disk."""
+    from stepcache.cli.report import write_report
+
+    store, why = DEFAULT_SCOPE.cache.store(), "STEPCACHE_DIR=off keeps no record of runs"
+    try:
+        if store is not None:
+            store.flush()
+            activity_log.finish()
+            name = store.run_log.name.removesuffix(".jsonl")
+            run, _ = write_report(store.disk.root.parent, name, Path(file))
+            why = "" if run is not None else "no program was compiled or loaded"
+    except Exception as error:
+        why = str(error)
+    if why:
+        print(f"stepcache: no report is written: {why}", file=stream)
 
 
 def uninstall() -> None:

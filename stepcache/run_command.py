@@ -2,66 +2,86 @@
 
 The program has a Python of its own, which takes the place of this one: its arguments, exit code,
 signals and tracebacks are those of `python train.py …`, and its children have stepcache, too.
+Nothing is imported here that takes long.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-import click
+if TYPE_CHECKING:
+    import argparse
 
-from stepcache.run import OPTIONS
+OPTIONS = "STEPCACHE_RUN"
+"""The environment variable that tells a program how it is run."""
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_site")  # noqa: PTH118
 
-_SITE = str(Path(__file__).resolve().parent / "_site")
 
+def is_asked() -> bool:
+    """Whether this process is to run a program, and then is replaced by it.
 
-@click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
-)
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
-@click.option("--dir", "directory", help="Cache directory; by default STEPCACHE_DIR.")
-@click.option("--remote", metavar="URL", help="The shared cache; by default STEPCACHE_REMOTE.")
-@click.option(
-    "--on-miss",
-    type=click.Choice(["compile", "warn", "error"]),
-    default="compile",
-    show_default=True,
-    help="What a call does that has to compile another program.",
-)
-@click.option(
-    "--warm-steps",
-    "warm_programs",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    help="So many programs of each function are compiled whatever --on-miss says.",
-)
-@click.option("--explain", is_flag=True, help="Print each miss as it comes.")
-@click.option("--quiet", is_flag=True, help="Print no line at the end.")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(
-    module: bool,
-    directory: str | None,
-    remote: str | None,
-    script: str,
-    args: tuple[str, ...],
-    **options: Any,
-) -> None:
-    """Runs SCRIPT with ARGS as `python SCRIPT ARGS` does, with all that JAX compiles cached.
-
-    jax.jit is stepcache.step in it. One line on standard error says at the end what was loaded, and
-    what was compiled and why.
+    Asked before anything is imported: JAX takes long, and reads its settings when it is.
     """
+    command, given = sys.argv[0].rpartition(os.sep)[2] if sys.argv else "", sys.orig_argv
+    if command == "-m":  # As long as Python looks for the module.
+        command = given[given.index("-m") + 1] if "-m" in given else ""
+    return command == "stepcache" and sys.argv[1:2] == ["run"] and OPTIONS not in os.environ
+
+
+def _size(text: str) -> int:
+    from stepcache.units import BYTES, quantity
+
+    return int(quantity(text, BYTES))
+
+
+def _parser() -> argparse.ArgumentParser:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        "stepcache run",
+        "stepcache run [OPTIONS] SCRIPT [ARGS]…\n       stepcache run [OPTIONS] -m MODULE [ARGS]…",
+        """Runs SCRIPT with ARGS as `python SCRIPT ARGS` does, with all that JAX compiles cached.
+        jax.jit is stepcache.step in it. One line on standard error says at the end what was loaded,
+        and what was compiled and why.""",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("--dir", dest="STEPCACHE_DIR", help="cache directory; by default STEPCACHE_DIR")
+    add("--remote", dest="STEPCACHE_REMOTE", help="shared cache; by default STEPCACHE_REMOTE")
+    add("--max-memory", type=_size, help="size of the programs in memory at most, such as 4GB")
+    choices = "compile", "warn", "error"
+    help = "what a call does that has to compile another program; by default it compiles it"
+    add("--on-miss", choices=choices, default="compile", help=help)
+    help = "so many programs of each function are compiled whatever --on-miss says; by default 1"
+    add("--warm-steps", dest="warm_programs", type=int, default=1, metavar="N", help=help)
+    add("--report", type=os.path.abspath, metavar="FILE", help="write a page about the run")
+    add("--explain", action="store_true", help="print each miss as it comes")
+    add("--quiet", action="store_true", help="print no line at the end")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process by that of the program."""
+    import json
+
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    command = options.pop("command")
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        parser.error("the SCRIPT is missing")
+    if options.pop("module"):
+        command = ["-m", *command]
     environment = dict(os.environ)
+    for name in ("STEPCACHE_DIR", "STEPCACHE_REMOTE"):
+        if value := options.pop(name):
+            environment[name] = value
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
     environment[OPTIONS] = json.dumps(options | {"pid": os.getpid()})
-    given = {"STEPCACHE_DIR": directory, "STEPCACHE_REMOTE": remote}
-    environment |= {name: value for name, value in given.items() if value}
-    command = [sys.executable, *(["-m"] if module else []), script, *args]
-    os.execve(sys.executable, command, environment)
+    os.execve(sys.executable, [sys.executable, *command], environment)

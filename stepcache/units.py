@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+BYTES |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+BYTES |= {f"{unit}b": size for unit, size in BYTES.items()}
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def quantity(text: str, units: Mapping[str, float]) -> float:
+    """Reads a number with a unit, such as `1.5GiB`; raises `ValueError` where that is none."""
+    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise ValueError(text)
+    return float(found[1]) * units[found[2]]
 
 
 def readable_bytes(size: int) -> str:

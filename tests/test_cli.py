@@ -585,7 +585,7 @@ def test_the_entry_point():
 
 @pytest.mark.slow
 def test_in_a_pipe(built):
-    command = [sys.executable, "-m", "stepcache.cli", "cache", "ls", "--dir", str(built)]
+    command = [sys.executable, "-m", "stepcache", "cache", "ls", "--dir", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "3 programs of 1 script" in result.stdout and "\x1b" not in result.stdout
 
@@ -619,7 +619,7 @@ def test_names_are_shown_as_they_are(tmp_path):
 def test_an_output_of_few_letters(tmp_path, command):
     write_runs(tmp_path, [NAMES])
     done = subprocess.run(
-        [sys.executable, "-m", "stepcache.cli", *command, "--dir", str(tmp_path)],
+        [sys.executable, "-m", "stepcache", *command, "--dir", str(tmp_path)],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
         capture_output=True,
         timeout=120,

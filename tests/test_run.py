@@ -55,7 +55,7 @@ def directory(tmp_path):
 
 def run(directory, *arguments, plain=False, **environment):
     command = [sys.executable, *([] if plain else ["-m", "stepcache", "run"]), *arguments]
-    environment = dict(os.environ, STEPCACHE_DIR=str(directory / "programs"), **environment)
+    environment = {**os.environ, "STEPCACHE_DIR": str(directory / "programs"), **environment}
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -168,8 +168,72 @@ def test_misses_are_explained_warned_of_or_errors(directory, choice, warm):
         return
     assert done.returncode == 0 and ("RecompileWarning" in done.stderr) == (choice == "warn")
     last = done.stderr.splitlines()[-1]
-    assert "<lambda> compiled 4 times (batch: float32[6] → float32[7] (axis 0))" in last
+    assert f"{script}:3 <lambda> compiled 4 times (axis 0 of batch has had 4 sizes" in last
     assert "pad it to a few sizes" in last
+
+
+def test_the_functions_that_compiled_most_are_named(directory):
+    script = write(
+        directory,
+        """
+        import functools, jax, numpy as np
+        def power(x, n):
+            return x ** n
+        for times in (4, 6, 5, 3, 7):
+            f = jax.jit(functools.wraps(power)(lambda x, n: x ** n), static_argnames="n")
+            for n in range(times):
+                f(np.ones(times, np.float32), n=n + 2)
+        """,
+    )
+    last = run(directory, script).stderr.splitlines()[-1]
+    assert re.search(r"\d+ compiled in [\d.]+ m?s; script.py:3 power compiled \d+ times \(", last)
+    write(directory, "import jax\nf = jax.jit(lambda x: x * 2)\nf(1.0)\n")
+    assert "compiled in" in run(directory, script).stderr.splitlines()[-1]
+    assert re.search(
+        r"1 preloaded(; [\d.]+ m?s of compilation saved)?$", run(directory, script).stderr
+    )
+
+
+def test_the_report_of_a_run_and_a_bound_on_memory(directory):
+    script = write(
+        directory,
+        """
+        import jax, numpy as np, stepcache
+        f = jax.jit(lambda x: x * 2)
+        for size in (1, 2, 3):
+            f(np.ones(size, np.float32))
+        print(f.stats().evictions, "evicted")
+        """,
+    )
+    done = run(directory, "--max-memory", "1B", "--report", "out.html", "--quiet", script)
+    assert done.stdout == "2 evicted\n" and done.stderr == ""
+    page = (directory / "out.html").read_text()
+    assert page.startswith("<!doctype html>") and "script.py" in page
+    done = run(directory, "--report", "out.gif", "--quiet", script)
+    assert done.returncode == 0 and "the suffix of 'out.gif' names no format" in done.stderr
+    done = run(directory, "--report", "out.html", "--quiet", script, STEPCACHE_DIR="off")
+    assert "no report is written: STEPCACHE_DIR=off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the SCRIPT is missing"),
+        (["--max-memory", "much", "script.py"], "argument --max-memory"),
+        (["--on-miss", "stop", "script.py"], "argument --on-miss"),
+        (["--unknown", "script.py"], "--unknown"),
+    ],
+)
+def test_wrong_usage_is_said(directory, arguments, said):
+    done = run(directory, *arguments)
+    assert done.returncode == 2 and said in done.stderr and "usage: stepcache run" in done.stderr
+
+
+def test_all_that_follows_the_script_is_its_own(directory):
+    script = write(directory, "import sys; print(sys.argv[1:])")
+    given = ["-m", "--dir", "x", "--", "--quiet", "-h"]
+    assert run(directory, script, *given).stdout == f"{given}\n"
+    assert run(directory, "--quiet", "--", script, "--", "1").stdout == "['--', '1']\n"
 
 
 def test_ctrl_c_ends_the_program_as_without(directory):
@@ -198,16 +262,16 @@ def test_installed_twice_and_uninstalled(directory):
         assert jax.jit is sc.step and type(jax.jit(lambda x: x)) is sc.Step
         import jax.numpy as jnp
         jnp.sin(jnp.ones(3)).block_until_ready()
-        before = sum(_installation.programs.values())
+        before = sum(_installation.counts.programs.values())
         assert before > 0
         sc.uninstall()
         sc.uninstall()
         assert jax.jit is plain
         jnp.cos(jnp.ones(5)).block_until_ready()
-        assert sum(_installation.programs.values()) == before
+        assert sum(_installation.counts.programs.values()) == before
         sc.install()
         jnp.tan(jnp.ones(7)).block_until_ready()
-        assert sum(_installation.programs.values()) > before
+        assert sum(_installation.counts.programs.values()) > before
         """,
     )
     done = run(directory, script, plain=True)

@@ -305,6 +305,10 @@ def test_an_option_that_is_changed_is_one_change(before, after, change, tmp_path
 
 
 CALLBACK = "step = sc.step(lambda x: (jax.debug.callback(lambda y: None, x), x * 2)[1])"
+LARGE = """
+table = jnp.ones(9 << 20)
+step = sc.step(lambda x: x * 2 * table[3])
+"""
 
 
 @pytest.mark.parametrize(
@@ -316,8 +320,9 @@ CALLBACK = "step = sc.step(lambda x: (jax.debug.callback(lambda y: None, x), x *
             marks=pytest.mark.skipif(BINDS_CALLBACKS, reason="it is stored"),
         ),
         ("step = sc.step(lambda x: jnp.sort(x, descending=True))", {}, "XLA cannot serialize it"),
+        (LARGE, {}, "it captures 37.7 MB of arrays by closure"),
     ],
-    ids=["quick", "callback", "sort"],
+    ids=["quick", "callback", "sort", "large"],
 )
 def test_what_is_not_stored_is_compiled_each_time_and_says_so(source, options, why, tmp_path):
     for _ in range(2):

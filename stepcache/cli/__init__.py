@@ -23,7 +23,7 @@ from stepcache.distributed.launch import GRACE_SECONDS
 from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
 from stepcache.report.doctor import examine, version_of
-from stepcache.run_command import run
+from stepcache.run_command import main as run_program
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,7 +32,7 @@ def main() -> None:
     """Inspects the programs that stepcache keeps on disk, runs pods and tasks, serves variables."""
 
 
-for command in (cache, report, run, serve, status, stop):
+for command in (cache, report, serve, status, stop):
     main.add_command(command)
 
 
@@ -44,6 +44,13 @@ def doctor(directory: Path, max_bytes: int, round_trip: bool) -> Result:
     """Checks the cache directory and the installation, and builds and loads a small step."""
     found = examine(directory, max_bytes, round_trip)
     return Result(found, diagnosis(found), failed=found.status == "fault")
+
+
+@main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(arguments: tuple[str, ...]) -> None:
+    """Runs a JAX program as it is, with all that it compiles cached."""
+    run_program(arguments)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -19,11 +18,7 @@ from stepcache.errors import CacheDirectoryError, OptionError, StepCacheError, r
 from stepcache.programs.opening import place_in_environment
 from stepcache.storage.private_files import default_directory
 from stepcache.storage.shared_place import Place
-
-_BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BYTES |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_BYTES |= {f"{unit}b": size for unit, size in _BYTES.items()}
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+from stepcache.units import BYTES, SECONDS, quantity
 
 
 class Quantity(click.ParamType):
@@ -35,15 +30,13 @@ class Quantity(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str):
             return value
-        found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", value.strip().lower())
-        with contextlib.suppress(ValueError, KeyError, OverflowError):
-            if found is not None:
-                return self.kind(float(found[1]) * self.units[found[2]])
+        with contextlib.suppress(ValueError, OverflowError):
+            return self.kind(quantity(value, self.units))
         self.fail(f"{value!r} is not a {self.name}, such as {self.examples}", param, ctx)
 
 
-SIZE = Quantity("size", int, _BYTES, "500MB, 2GB or 1.5GiB")
-DURATION = Quantity("duration", float, _SECONDS, "15s, 12h or 30d")
+SIZE = Quantity("size", int, BYTES, "500MB, 2GB or 1.5GiB")
+DURATION = Quantity("duration", float, SECONDS, "15s, 12h or 30d")
 
 
 class Result(NamedTuple):

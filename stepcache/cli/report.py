@@ -80,11 +80,8 @@ def report(
         found = runs.summaries(inventory.open_existing(directory))
         shown = [render.records(found)] if found else [f"No run has used {directory} yet."]
         return Result({"runs": [asdict(each) for each in found]}, shown)
-    form = form or _format_of(out)
     while True:
-        one, text = _made(directory, run, form)
-        if one is not None and out is not None:
-            _write(out, text)
+        one, text = write_report(directory, run, out, form)
         if not every:
             break
         time.sleep(every)
@@ -96,8 +93,15 @@ def report(
     return Result(one, [f"{out}: {one.script}, run {one.name}"] if out else text)
 
 
-def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str]:
-    """Returns a run and its report; None and no text if there is no such run."""
+def write_report(
+    directory: Path, wanted: str, out: Path | None, form: str | None = None
+) -> tuple[runs.Run | None, str]:
+    """Writes the report of a run, if there is a file for it.
+
+    Returns the run and the report; None and no text if there is no such run. Raises
+    `click.UsageError` where the file names no format, or cannot be written.
+    """
+    form = form or _format_of(out)
     store = inventory.open_existing(directory)
     run = runs.find_run(store, wanted)
     if run is None:
@@ -105,7 +109,10 @@ def _made(directory: Path, wanted: str, form: str) -> tuple[runs.Run | None, str
     named = runs.program_steps(run)
     entries = inventory.entries_of(store)
     sizes = {each.digest: each.size_bytes for each in entries if each.digest in named}
-    return run, _FORMATS[form](run, sizes)
+    text = _FORMATS[form](run, sizes)
+    if out is not None:
+        _write(out, text)
+    return run, text
 
 
 def _write(file: Path, text: str) -> None:

@@ -136,13 +136,10 @@ def _named(context: tuple, mesh: Any, watched: ValueToken) -> tuple[tuple[str, H
     traced = [
         (name, None if isinstance(x, ours) else x)
         for name, x in settings.items()
-        if not (name.startswith(_BROUGHT_ALONG) and (x is None or x is False))
+        # A trace may import Pallas, and with it come these settings, which are off then.
+        if not name.startswith("pallas_") or x
     ]
     return (*traced, ("mesh", mesh), *zip(_watched_names, watched, strict=True))
-
-
-# Settings that there are once some module of JAX is imported, be it by a trace. They are off then.
-_BROUGHT_ALONG = "pallas_"
 
 
 _TOP_TRACE_STATE = None if PRIVATE_API else get_opaque_trace_state(convention="flax")

@@ -33,11 +33,9 @@ class NotStorable(Exception):
 
 def why_not_storable(run: Runnable) -> str:
     """Why a program cannot be kept outside its process; empty where it can."""
-    if not CAN_STORE:
-        return "this version of JAX, or its public API, gives no way to do it"
     unloaded = getattr(run.executable, "_unloaded_executable", None)
-    if unloaded is None:
-        return "JAX keeps nothing of it that could be stored"
+    if not CAN_STORE or unloaded is None:
+        return "this version of JAX, or its public API, gives no way to do it"
     if unloaded.keepalive or (run.calls_back and not binds_callbacks(unloaded.device_list)):
         return "it calls back into Python"
     return ""

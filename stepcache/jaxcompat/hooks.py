@@ -7,9 +7,11 @@ stepcache is imported.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,20 +32,26 @@ if CAN_STORE:
     _BINDS_CALLBACKS = "host_callbacks" in inspect.signature(get_executable_and_time).parameters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compilation:
     """What JAX is about to have XLA compile."""
 
-    # Of all that XLA is given: module, options, flags, versions and topology, as JAX's own
-    # persistent cache has them in its key. So paths of dumps and of autotuning results are not.
-    # Empty for a program that calls back into Python where `binds_callbacks` is false.
-    digest: str
     name: str  # Of the module.
     devices: tuple[Any, ...]  # In the order of the device assignment.
     # Whether it calls back. What it calls is bound when it is loaded, and is not in the digest.
     calls_back: bool
+    key: Callable[[], str]  # Gives its key in JAX's own persistent cache, if it has one.
     load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
     compile: Callable[[], Any]  # Compiles it, without JAX's persistent cache.
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of all that XLA is given: module, options, flags, versions and topology.
+
+        So paths of dumps and of autotuning results are not in it. Empty for a program that calls
+        back where `binds_callbacks` is false. It takes time to digest arrays in the module.
+        """
+        return self.key().rpartition("-")[2]
 
 
 class _OfThread(threading.local):
@@ -130,16 +138,15 @@ def _compile_over(found: Callable) -> Callable:
             bound = (host_callbacks,) if host_callbacks else ()
             return backend.deserialize_executable(data, executable_devices, options, *bound)
 
-        def compile_it() -> Any:
-            return compiler.backend_compile_and_load(
-                backend, module, executable_devices, options, host_callbacks
-            )
+        def key() -> str:
+            has_key = not host_callbacks or binds_callbacks(executable_devices)
+            return cache_key.get(module, devices, options, backend) if has_key else ""
 
-        has_key = not host_callbacks or binds_callbacks(executable_devices)
-        key = cache_key.get(module, devices, options, backend) if has_key else ""
-        name, _, digest = key.rpartition("-")
-        about = digest, name, tuple(executable_devices), bool(host_callbacks)
-        return obtain(Compilation(*about, load, compile_it))
+        to_xla = backend, module, executable_devices, options, host_callbacks
+        compile_it = functools.partial(compiler.backend_compile_and_load, *to_xla)
+        name = str(module.operation.attributes["sym_name"]).strip('"')
+        about = name, tuple(executable_devices), bool(host_callbacks)
+        return obtain(Compilation(*about, key, load, compile_it))
 
     return compile_or_get_cached
 
@@ -197,8 +204,7 @@ def cpu_features() -> str:
         first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # Cores are alike.
     except OSError:
         first_core = os.uname().machine
-    about = ("flags", "Features", "model name")
-    lines = [line for line in first_core.splitlines() if line.startswith(about)]
+    lines = re.findall(r"^(?:flags|Features|model name).*", first_core, re.MULTILINE)
     return hashlib.sha256("\n".join(lines or [first_core]).encode()).hexdigest()[:16]
 
 

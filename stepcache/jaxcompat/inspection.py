@@ -62,8 +62,7 @@ def sharding_text(sharding: Any, numbers: Mapping[Any, int] | None = None) -> st
 
 def captured_arrays(jaxpr: Any) -> list[Any]:
     """The arrays that a trace captured by closure, those of nested functions included."""
-    seen: dict[int, Any] = {}
-    stack, visited = [jaxpr], set()
+    seen, visited, stack = dict[int, Any](), set[int](), [jaxpr]
     while stack:
         current = stack.pop()
         if id(current) in visited:

@@ -363,7 +363,7 @@ class Staged:
             if obtain is not None and CAN_STORE:
                 compile_through(undoing, obtain)
                 obtain = None
-            about = "", "", (), False, lambda _: None, self.lowered.compile
+            about = "", (), False, str, lambda _: None, self.lowered.compile
             compiled = obtain(Compilation(*about)) if obtain else self.lowered.compile()
         if not PRIVATE_API:
             return Runnable(compiled, self.out_tree)

@@ -125,17 +125,21 @@ def build(
     def obtain(compilation: jaxcompat.Compilation) -> Any:
         """The executable of the module: held here, stored, of another rank, or compiled."""
         nonlocal source, digest, building
-        digest = compilation.digest
+        is_kept = together is not None or not is_large(captured)  # Else its digest takes too long.
+        digest = compilation.digest if is_kept else ""
         if digest and together is not None:
             executable, source = together.obtain(
                 compilation, lambda: before_compiling(module, digest)
             )
             return executable
-        if not compilation.calls_back and (executable := held(compilation)) is not None:
+        if is_kept and not compilation.calls_back and (found := held(compilation)) is not None:
             source = "memory"
-            return executable
+            return found
         executable, source, building = take_or_compile(
-            compilation, store, stage, lambda: before_compiling(module, digest)
+            compilation,
+            store if is_kept else None,
+            stage,
+            lambda: before_compiling(module, digest),
         )
         return executable
 
@@ -149,6 +153,7 @@ def build(
                     staged = trace(spec, request)
                 if not staged.can_be_held():
                     raise NotHoldable
+                captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
                 with stage("lower"):
                     staged.lower()
             module = staged.module_text()
@@ -163,7 +168,6 @@ def build(
     except BaseException:
         building.release()
         raise
-    captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
     program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
     about = module, stopwatch.seconds, captured, building
     return program, Publication(digest, run.xla_executable, *about)
@@ -211,7 +215,12 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     return staged
 
 
-_LARGE_CAPTURE_BYTES = 1 << 20
+_LARGE_CAPTURE_BYTES, _STORED_CAPTURE_BYTES = 1 << 20, 32 << 20
+
+
+def is_large(captured: Sequence[Captured]) -> bool:
+    """Whether a program holds so many bytes that to compile it again is faster than to load it."""
+    return sum(each.size_bytes for each in captured) > _STORED_CAPTURE_BYTES
 
 
 def _name_captured(fun: Callable, arrays: Sequence[Any]) -> tuple[Captured, ...]:

@@ -13,17 +13,17 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import OptionError
 from stepcache.programs.build import Program
-from stepcache.programs.memory import Held, MemoryPrograms
+from stepcache.programs.memory import Held, MemoryPrograms, Owner
 from stepcache.programs.opening import (
     DEFAULT_DISK_BYTES,
     FROM_ENVIRONMENT,
@@ -35,21 +35,6 @@ from stepcache.programs.store import ProgramStore
 from stepcache.weak_objects import WeakObjects
 
 _numbers = itertools.count(1)
-
-
-class Owner(Protocol):
-    """A user of a cache's programs. A cache holds its owners by weak references."""
-
-    number: int  # Of whom programs are kept for. Owners may share one.
-
-    def lost(self, program: Program, reason: str) -> None:
-        """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""
-
-    def show_use(self) -> None:
-        """Called, outside the lock, to send the owner's next calls through the cache.
-
-        Else a program in constant use, served by a dispatcher, would look unused and be dropped.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +110,7 @@ class ProgramCache:
             raise OptionError(what, where="ProgramCache(directory=None)", got=got)
         self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
-        self._memory = MemoryPrograms(max_memory_programs, max_bytes)
+        self._memory = MemoryPrograms(*self._bounds)
         self._lock = threading.Lock()
         # The programs in memory by their module and devices, for steps that are made anew.
         self._by_module: weakref.WeakValueDictionary[tuple, Program] = weakref.WeakValueDictionary()
@@ -155,6 +140,11 @@ class ProgramCache:
                     self._is_open = True
         return self._store
 
+    def bound_memory(self, max_bytes: int) -> None:
+        """Limits the size of the programs in memory, and not on disk, while there are none."""
+        self._bounds = self._bounds[0], max_bytes
+        self._memory = MemoryPrograms(*self._bounds)
+
     def flush(self) -> None:
         """Waits until all programs built so far are on disk, as the end of the process does."""
         if self._store is not None:
@@ -167,7 +157,7 @@ class ProgramCache:
             return self._get(key, owner)
 
     def _get(self, key: Key, owner: Owner) -> Program | None:
-        program = self._memory.get(key, owner.number, weakref.ref(owner))
+        program = self._memory.get(key, owner)
         self._hits += program is not None
         return program
 
@@ -213,7 +203,7 @@ class ProgramCache:
                 if settled is not None and self._memory.peek(settled) is None:
                     made = {settled: dataclasses.replace(program, key=settled), key: program}
                 for each, of_key in made.items():
-                    gone, asked = self._memory.put(each, of_key, owner.number, weakref.ref(owner))
+                    gone, asked = self._memory.put(each, of_key, owner)
                     evicted += gone
                     doubted += asked
                 self._evictions += len(evicted)
@@ -224,7 +214,7 @@ class ProgramCache:
                     del self._building[key]
         _tell_lost(evicted, "evicted")
         for held in doubted:
-            for each in _owners(held):
+            for each in held.owners:
                 each.show_use()
         return program, True
 
@@ -238,7 +228,7 @@ class ProgramCache:
         return any(known == digest for known, _ in list(self._by_module))
 
     def release(self, owner_number: int) -> None:
-        """Drops the programs that are kept for this number alone. Finalizers may call it."""
+        """Drops the programs that are kept for this number. Finalizers may call it."""
         self._released.append(owner_number)
         if self._lock.acquire(blocking=False):
             try:
@@ -274,18 +264,9 @@ class ProgramCache:
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
 
 
-def _owners(held: Held) -> Iterator[Owner]:
-    """Those owners of a program that are still there."""
-    for references in list(held.owners.values()):
-        for reference in list(references):
-            owner = reference()
-            if owner is not None:
-                yield owner
-
-
 def _tell_lost(dropped: Iterable[Held], reason: str) -> None:
     for held in dropped:
-        for owner in _owners(held):
+        for owner in held.owners:
             owner.lost(held.program, reason)
 
 

@@ -10,16 +10,31 @@ Not thread-safe by itself; `cache.py` holds the lock.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from stepcache.calls.key import Key
 from stepcache.programs.build import Program
+from stepcache.weak_objects import WeakObjects
 
 _FILL_AT_PROBATION = 0.75
-_OWNERS_UNSWEPT = 4
+
+
+class Owner(Protocol):
+    """A user of a cache's programs. A cache holds its owners by weak references."""
+
+    number: int  # Of the function that programs are kept for. All owners of a program share it.
+
+    def lost(self, program: Program, reason: str) -> None:
+        """Called, outside the cache's lock, when a program is dropped: "evicted" or "cleared"."""
+
+    def show_use(self) -> None:
+        """Called, outside the lock, to send the owner's next calls through the cache.
+
+        Else a program in constant use, served by a dispatcher, would look unused and be dropped.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -28,16 +43,9 @@ class Held:
 
     program: Program
     size_bytes: int  # 0 where the memory is not bounded by bytes.
-    # Weak references to those who use it, by the numbers of whom it is kept for.
-    owners: dict[int, set[weakref.ref]] = field(default_factory=dict)
+    number: int  # Of its owners.
+    owners: WeakObjects[Owner] = field(default_factory=WeakObjects)
     on_probation: bool = False  # Its owners have been asked to show the next use of it.
-
-    def add(self, number: int, owner: weakref.ref) -> None:
-        """Adds an owner, and forgets those that have been freed."""
-        known = self.owners.setdefault(number, set())
-        if len(known) > _OWNERS_UNSWEPT and owner not in known:
-            known -= {each for each in known if each() is None}
-        known.add(owner)
 
 
 class MemoryPrograms:
@@ -55,14 +63,14 @@ class MemoryPrograms:
         self._held: OrderedDict[Key, Held] = OrderedDict()
         self._size_bytes = 0
 
-    def get(self, key: Key, number: int, owner: weakref.ref) -> Program | None:
-        """The program of `key`, now the most recently used, and used by owner `number` too."""
+    def get(self, key: Key, owner: Owner) -> Program | None:
+        """The program of `key`, now the most recently used, and used by `owner` too."""
         held = self._held.get(key)
         if held is None:
             return None
         self._held.move_to_end(key)
         held.on_probation = False
-        held.add(number, owner)
+        held.owners.add(owner)
         return held.program
 
     def peek(self, key: Key) -> Program | None:
@@ -70,16 +78,15 @@ class MemoryPrograms:
         held = self._held.get(key)
         return held.program if held else None
 
-    def put(
-        self, key: Key, program: Program, number: int, owner: weakref.ref
-    ) -> tuple[list[Held], list[Held]]:
+    def put(self, key: Key, program: Program, owner: Owner) -> tuple[list[Held], list[Held]]:
         """Adds a program.
 
         Returns:
             The programs that made room for it, and those, one at most, now put on probation.
         """
         size_bytes = 0 if self._max_bytes is None else program.size_bytes
-        self._held[key] = Held(program, size_bytes, {number: {owner}})
+        self._held[key] = held = Held(program, size_bytes, owner.number)
+        held.owners.add(owner)
         self._size_bytes += size_bytes
         evicted = []
         while len(self._held) > 1 and self._fill() > 1:
@@ -104,18 +111,17 @@ class MemoryPrograms:
         return held
 
     def release(self, number: int) -> None:
-        """Drops the programs that no owner but `number` uses."""
-        for key, held in list(self._held.items()):
-            if held.owners.pop(number, None) is not None and not held.owners:
-                self._drop(key)
+        """Drops the programs that are kept for this number."""
+        for key in [key for key, held in self._held.items() if held.number == number]:
+            self._drop(key)
 
     def clear(self) -> list[Held]:
         """Drops everything; returns it."""
         return [self._drop(key) for key in list(self._held)]
 
     def owned_by(self, number: int) -> int:
-        """How many programs an owner uses."""
-        return sum(number in held.owners for held in self._held.values())
+        """How many programs are kept for this number."""
+        return sum(held.number == number for held in self._held.values())
 
     def __len__(self) -> int:
         return len(self._held)

@@ -24,6 +24,7 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache.link import plain
 from stepcache.storage.disk_store import DiskStore
+from stepcache.storage.entry import EntryInfo
 from stepcache.weak_objects import WeakObjects
 
 # XLA loads without Python's lock. For small steps a second thread costs more than it saves.
@@ -171,6 +172,12 @@ def programs_in(payload: bytes) -> list[str]:
     return [Prediction(*row).program for row in plain.unpack(payload)[1]]
 
 
+def compile_seconds(entry: EntryInfo) -> float:
+    """What XLA took for a program that is stored; 0 where the entry does not tell."""
+    seconds = (entry.header or {}).get("seconds")
+    return seconds.get("compile", 0.0) if plain.fits(seconds, dict[str, float]) else 0.0
+
+
 _Key = tuple[str, tuple[int, ...]]  # Digest of a program, and the numbers of its devices.
 
 
@@ -194,6 +201,7 @@ class Preloader:
         """Has nothing: as it is made, and in a forked child, where its threads are not."""
         self._executor = ThreadPoolExecutor(_LOADERS, "stepcache preload")
         self.loads: dict[_Key, tuple[Prediction, Future[Any]]] = {}
+        self.compile_seconds: dict[str, float] = {}  # Of what is loaded, by digest.
         self._taken: set[_Key] = set()
         self._lock = threading.Lock()
         self.preparing: Future[None] | None = None
@@ -218,6 +226,7 @@ class Preloader:
                 continue  # Its code has changed, so that it probably needs another program.
             if (entry := self._disk.read("program", row.program)) is not None:
                 executables.append((row, entry.payload))
+                self.compile_seconds[row.program] = compile_seconds(entry)
                 size_bytes += len(entry.payload)
         while executables and not jaxcompat.backends_are_initialized():
             if self.is_stopping or time.monotonic() > limit:

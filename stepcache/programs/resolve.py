@@ -34,7 +34,7 @@ from stepcache.events import (
     StageStarted,
     recorder,
 )
-from stepcache.programs.build import Program, Stopwatch, build
+from stepcache.programs.build import Program, Stopwatch, build, is_large
 from stepcache.programs.captured_numbers import advice_on_remaking
 from stepcache.programs.earlier_runs import (
     Described,
@@ -103,74 +103,60 @@ class Resolver:
         build_id, name = next(_build_ids), self._spec.name
         stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
         try:
-            program = self._resolve(scope, request, started, explicit, build_id, stopwatch)
+            miss, store = self._miss_log.why(request), scope.cache.store()
+            warn_of_carried_module(self._spec, request.call)
+            # It is to outlive the call, and holds on to no array and to nothing of the step.
+            shown = request.shown.paths, request.shown.signature.leaves
+            described = _Once(functools.partial(describe, self.label, request.key, *shown))
+            explained = functools.partial(_explained, miss, store, described)
+
+            def before_compiling(module: Callable[[], str], digest: str) -> None:
+                if not explicit:
+                    self.judge(scope, miss, lambda: explained(module, digest))
+
+            peers = scope.together(request.ranks)
+            if peers is None:
+                held = scope.cache.executable
+                arguments = self._spec, request, stopwatch, held, store, before_compiling
+                program, publication = build(*arguments)
+            else:
+                from stepcache.programs.pods.shared_build import build_together
+
+                about = described(), miss.in_a_line
+                arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
+                program, publication, has_compared = build_together(*arguments, *about)
+                if not has_compared:
+                    self._not_compared.add(request.key)
+            call_seconds = time.perf_counter() - started
+            own_seconds = call_seconds - sum(stopwatch.seconds.values())
+            program, settled = self._settled(request, program)
+            place = self._miss_log.making.place
+            remade = advice_on_remaking(place, self._spec.fun) if place and miss.number == 1 else ""
+            remote = store.remote if store is not None and program.source != "compiled" else None
+            remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
+            captured = map(_advise_on_capture, program.captured)
+            advice = (*captured, *filter(None, (remade, settled)))
+            how = _how_resolved(program, remote_bytes)
+            how |= {"called_time": time.time() - call_seconds, "place": place}
+            if store is None:
+                how["not_stored"] = ""  # Nothing is to be.
+
+            def complete(miss: Miss) -> Miss:
+                return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
+
+            module, digest = publication.module, program.digest
+            is_compiled = program.source == "compiled"
+            final = _Once(lambda: complete(explained(module, digest) if is_compiled else miss))
+            if store is not None:
+                devices = () if program.run.calls_back else program.run.device_order
+                about = name, self.label, self._file, program.source, devices, how["not_stored"]
+                self._unsettled.append(_Settling(*about, store, described, final, publication))
+            about = complete(miss), final, own_seconds, remote_bytes
+            self._record(build_id, request, program, *about)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
-        carries = bool(self._spec.parameters.carry)
-        scope.check_rules(name, request.shown.paths, carries=carries)
-        return program
-
-    def _resolve(
-        self,
-        scope: Scope,
-        request: Request,
-        started: float,
-        explicit: bool,
-        build_id: int,
-        stopwatch: Stopwatch,
-    ) -> Program:
-        name = self._spec.name
-        miss, store = self._miss_log.why(request), scope.cache.store()
-        warn_of_carried_module(self._spec, request.call)
-        # It is to outlive the call, and holds on to no array and to nothing of the step.
-        shown = request.shown.paths, request.shown.signature.leaves
-        described = _Once(functools.partial(describe, self.label, request.key, *shown))
-        explained = functools.partial(_explained, miss, store, described)
-
-        def before_compiling(module: Callable[[], str], digest: str) -> None:
-            if not explicit:
-                self.judge(scope, miss, lambda: explained(module, digest))
-
-        peers = scope.together(request.ranks)
-        if peers is None:
-            held = scope.cache.executable
-            arguments = self._spec, request, stopwatch, held, store, before_compiling
-            program, publication = build(*arguments)
-        else:
-            from stepcache.programs.pods.shared_build import build_together
-
-            about = described(), miss.in_a_line
-            arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
-            program, publication, has_compared = build_together(*arguments, *about)
-            if not has_compared:
-                self._not_compared.add(request.key)
-        call_seconds = time.perf_counter() - started
-        own_seconds = call_seconds - sum(stopwatch.seconds.values())
-        program, settled = self._settled(request, program)
-        place = self._miss_log.making.place if miss.number == 1 else ""
-        remade = advice_on_remaking(place, self._spec.fun) if place else ""
-        remote = store.remote if store is not None and program.source != "compiled" else None
-        remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
-        captured = map(_advise_on_capture, program.captured)
-        advice = (*captured, *filter(None, (remade, settled)))
-        how = _how_resolved(program, remote_bytes)
-        how["called_time"] = time.time() - call_seconds
-        if store is None:
-            how["not_stored"] = ""  # Nothing is to be.
-
-        def complete(miss: Miss) -> Miss:
-            return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
-
-        module, digest = publication.module, program.digest
-        is_compiled = program.source == "compiled"
-        final = _Once(lambda: complete(explained(module, digest) if is_compiled else miss))
-        if store is not None:
-            devices = () if program.run.calls_back else program.run.device_order
-            about = name, self.label, self._file, program.source, devices
-            settling = _Settling(*about, how["not_stored"], store, described, final, publication)
-            self._unsettled.append(settling)
-        self._record(build_id, request, program, complete(miss), final, own_seconds, remote_bytes)
+        scope.check_rules(name, request.shown.paths, carries=bool(self._spec.parameters.carry))
         return program
 
     def _settled(self, request: Request, program: Program) -> tuple[Program, str]:
@@ -235,7 +221,7 @@ class Resolver:
     ) -> None:
         """Records a program that other processes run, and that this one traced."""
         program = Program(request.key, None, (), seconds)  # type: ignore[arg-type]
-        miss = dataclasses.replace(miss, **_how_resolved(program))
+        miss = dataclasses.replace(miss, remedy="compiled")
         self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
@@ -326,16 +312,20 @@ def _explained(
         return miss
 
 
-def _how_resolved(program: Program, remote_bytes: int | None = None) -> dict[str, Any]:
+def _how_resolved(program: Program, remote_bytes: int | None) -> dict[str, Any]:
     """How a program was obtained, and why it is not stored, as fields of its miss."""
     source = "remote" if remote_bytes is not None else program.source  # Maybe fetched ahead.
     remedy = _SOURCES.get(source) or f"loaded from {source}"
     if program.source != "compiled":
         size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
         remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
-    why_not = jaxcompat.why_not_storable(program.run) if program.run is not None else ""
-    if program.run is not None and not (why_not or program.digest):
-        why_not = "JAX had compiled it before in this process"
+    why_not = jaxcompat.why_not_storable(program.run)
+    if not (why_not or program.digest):
+        size = readable_bytes(sum(each.size_bytes for each in program.captured))
+        large = f"it captures {size} of arrays by closure, and would take long to load"
+        why_not = (
+            large if is_large(program.captured) else "JAX had compiled it before in this process"
+        )
     return {"remedy": remedy, "not_stored": why_not}
 
 

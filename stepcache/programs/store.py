@@ -25,6 +25,7 @@ from stepcache.programs.prediction import (
     Prediction,
     Predictions,
     Preloader,
+    compile_seconds,
     prediction_name,
     programs_in,
 )
@@ -96,6 +97,7 @@ class ProgramStore:
         self.min_build_seconds = min_build_seconds
         self.worker = Worker("stepcache store", after=self._write_predictions)
         self.predictions = Predictions(disk)
+        self.saved_seconds = 0.0  # What earlier runs took to compile what this one has loaded.
         self._has_published = False  # Whether this run has stored what other machines may lack.
         self.preloader = Preloader(disk, self.predictions)
         self._locks = BuildLock(disk.root / "compiling") if disk.writable else None
@@ -111,6 +113,7 @@ class ProgramStore:
         """The executable of a lowered module, loaded, and where it was; None if there is none."""
         digest, devices = compilation.digest, compilation.devices
         if (executable := self.preloader.take(digest, devices)) is not None:
+            self.saved_seconds += self.preloader.compile_seconds.get(digest, 0.0)
             return executable, "preloaded"
         if (executable := self._load(compilation)) is not None:
             return executable, "disk"
@@ -130,7 +133,9 @@ class ProgramStore:
             if entry is None:
                 return None
             try:
-                return compilation.load(entry.payload)
+                executable = compilation.load(entry.payload)
+                self.saved_seconds += compile_seconds(entry)
+                return executable
             except Exception as error:
                 why = f"XLA does not load it: {type(error).__name__}: {error}"
                 self.disk.discard("program", digest, why)

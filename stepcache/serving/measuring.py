@@ -73,7 +73,7 @@ def own_server(like: str) -> Iterator[str]:
     """
     engine = like.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="stepcache-") as directory:
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--variables", directory]
+        command = [sys.executable, "-m", "stepcache", "serve", "--variables", directory]
         command += ["--until-input-ends"]
         place, environment = directory, os.environ | {"JAX_PLATFORMS": "cpu"}
         if engine == "ray":

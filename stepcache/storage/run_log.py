@@ -86,7 +86,7 @@ class RunLog:
         self._writable = writable
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._name = self._new_name()
+        self.name = self._new_name()  # Of the file of this run.
         self._rows = 0
 
     def _new_name(self) -> str:
@@ -99,7 +99,7 @@ class RunLog:
         """Appends rows; a directory that cannot be written loses them."""
         with self._lock:
             if os.getpid() != self._pid:  # A forked child is another run.
-                self._pid, self._name, self._rows = os.getpid(), self._new_name(), 0
+                self._pid, self.name, self._rows = os.getpid(), self._new_name(), 0
             if self._rows == 0:
                 first = {"import": round(import_seconds, 4), **rows[0].seconds}
                 rows = (replace(rows[0], seconds=first), *rows[1:])
@@ -118,9 +118,9 @@ class RunLog:
             for old in self._files()[: -_RUNS_KEPT + 1]:
                 remove(old)
                 remove(self._activity_file(old.name))
-            activity_log.write_to(self._activity_file(self._name))
+            activity_log.write_to(self._activity_file(self.name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with os.fdopen(os.open(self.directory / self._name, flags, 0o600), "wb", 0) as file:
+        with os.fdopen(os.open(self.directory / self.name, flags, 0o600), "wb", 0) as file:
             file.write(lines)
 
     def _files(self) -> list[Path]:

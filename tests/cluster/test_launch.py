@@ -111,7 +111,7 @@ def asking(place):
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "stepcache.cli", "launch", *map(str, arguments)]
+    return [sys.executable, "-m", "stepcache", "launch", *map(str, arguments)]
 
 
 # ---- what ranks are told ------------------------------------------------------------------------

@@ -280,16 +280,27 @@ def test_a_build_that_needs_itself_does_not_wait_for_itself():
     assert cache.get_or_build("k", tenant, build)[1]
 
 
-def test_programs_leave_with_their_last_owner():
-    cache, one, two = sc.ProgramCache(), Tenant(), Tenant()
-    fill(cache, one, "shared", "own")
-    cache.get("shared", two)
-    assert (cache.programs_of(one), cache.programs_of(two)) == (2, 1)
+def test_programs_leave_with_the_function_that_they_are_kept_for():
+    cache, one, two, other = sc.ProgramCache(), Tenant(), Tenant(), Tenant()
+    two.number = one.number  # Two steps over one function.
+    fill(cache, one, "a", "b")
+    fill(cache, other, "c")
+    assert cache.get("a", two) is not None
+    assert list(map(cache.programs_of, (one, two, other))) == [2, 2, 1]
     cache.release(one.number)
-    assert cache.peek("own") is None and cache.peek("shared") is not None
-    cache.release(two.number)
+    assert cache.peek("a") is None and cache.peek("c") is not None
+    cache.release(other.number)
     assert cache.info().programs == 0
-    assert not one.gone, "leaving is no eviction"
+    assert not (one.gone or two.gone or other.gone), "leaving is no eviction"
+
+
+def test_all_steps_over_a_function_are_told_of_an_eviction():
+    cache, one, two = sc.ProgramCache(max_memory_programs=1), Tenant(), Tenant()
+    two.number = one.number
+    (made,) = fill(cache, one, "a")
+    cache.get("a", two)
+    fill(cache, one, "b")
+    assert one.gone == two.gone == [(made, "evicted")]
 
 
 def test_a_finalizer_may_release_while_the_cache_is_locked():

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import random
 import tempfile
-import weakref
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,22 +21,25 @@ BOUND = 8  # In units of size.
 class Owner:
     """Uses programs."""
 
+    def __init__(self, number):
+        self.number = number
+
 
 class Memory:
     """A memory tier of named payloads. Each name has an owner of its own, which never leaves."""
 
     def __init__(self):
         self._tier = MemoryPrograms(max_programs=1000, max_bytes=BOUND)
-        self._owners = [Owner() for _ in range(100)]
+        self._owners = list(map(Owner, range(100)))
 
     def put(self, name, size, payload):
         # The cache never puts a key that is there; what replaces one comes after its release.
         self._tier.release(name)
         program = SimpleNamespace(size_bytes=size, payload=payload)
-        self._tier.put(name, program, name, weakref.ref(self._owners[name]))
+        self._tier.put(name, program, self._owners[name])
 
     def get(self, name):
-        program = self._tier.get(name, name, weakref.ref(self._owners[name]))
+        program = self._tier.get(name, self._owners[name])
         return program and program.payload
 
     def names(self):

@@ -69,7 +69,7 @@ class ServedTasks:
 
     def __init__(self, directory, size="1x1"):
         self.directory = directory
-        command = [sys.executable, "-m", "stepcache.cli", "serve", "--tasks", size]
+        command = [sys.executable, "-m", "stepcache", "serve", "--tasks", size]
         command += ["--directory", str(directory)]
         self._process = subprocess.Popen(command)
         self._sessions = []

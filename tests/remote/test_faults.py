@@ -46,7 +46,7 @@ def run(script, *, cache, code=0):
 
 
 def stepcache(*arguments, cache=None):
-    command = [sys.executable, "-m", "stepcache.cli", *arguments]
+    command = [sys.executable, "-m", "stepcache", *arguments]
     environment = {**os.environ} | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 

@@ -109,7 +109,7 @@ def test_nobody_connects_without_the_key(pool):
 
 @pytest.mark.slow
 def test_the_command_line(ray_session):
-    command = [sys.executable, "-m", "stepcache.cli"]
+    command = [sys.executable, "-m", "stepcache"]
     name = f"served-{os.getpid()}"
     serving = subprocess.Popen([*command, "serve", "--tasks", "1x2", "--ray", name])
     with sc.Session(target=f"ray:{name}") as session:

@@ -77,7 +77,7 @@ def run_python(directory, code):
 
 def run_command(directory, *arguments):
     """Runs `stepcache`. Returns its exit code, its output and its errors."""
-    return Child(directory, "stepcache/cli/__main__.py", *arguments).end()
+    return Child(directory, "stepcache/__main__.py", *arguments).end()
 
 
 class Server:
@@ -111,7 +111,7 @@ class LocalServer(Server):
 
     engine = "local"
     child = None
-    script = ("stepcache/cli/__main__.py", "serve", "--variables")
+    script = ("stepcache/__main__.py", "serve", "--variables")
 
     @property
     def address(self):

@@ -157,7 +157,7 @@ def test_the_store_does_not_fill_up(engine, tmp_path):
 
 
 def serving(server, *options):
-    command = [sys.executable, "-m", "stepcache.cli", "serve", "--ray", server.name, *options]
+    command = [sys.executable, "-m", "stepcache", "serve", "--ray", server.name, *options]
     process = subprocess.Popen(
         [*command, "--variables", str(server.directory)],
         stdout=subprocess.PIPE,

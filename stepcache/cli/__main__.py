@@ -1,5 +1,0 @@
-"""`python -m stepcache.cli`."""
-
-from stepcache.cli import main
-
-main()
