@@ -23,6 +23,7 @@ from stepcache.calls.step_spec import StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
+from stepcache.modules.library_names import tell_of
 from stepcache.report.explanation import Explanation, explain
 
 P = ParamSpec("P")
@@ -253,7 +254,10 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
         _check_roles(fun, named, jit_options)
     if named["carry"]:
         _donate(fun, named["carry"], jit_options)
-    return Step(Engine(StepSpec.of(fun, jit_options, **named, pads=pads), scope), options)
+    spec = StepSpec.of(fun, jit_options, **named, pads=pads)
+    if (tell := tell_of(fun)) is not None:
+        spec = dataclasses.replace(spec, tell=tell)
+    return Step(Engine(spec, scope), options)
 
 
 def reduced(step: Any, make: Callable, *args: Any) -> Any:

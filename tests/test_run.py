@@ -172,6 +172,73 @@ def test_misses_are_explained_warned_of_or_errors(directory, choice, warm):
     assert "pad it to a few sizes" in last
 
 
+EQUINOX = """
+import equinox as eqx, jax, jax.numpy as jnp
+
+class Net(eqx.Module):
+    layers: list
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, size, scale):
+        self.layers = [eqx.nn.Linear(size, size, key=jax.random.key(0))]
+        self.scale = scale
+
+    def __call__(self, x):
+        return self.layers[0](x) * self.scale
+
+@eqx.filter_jit
+def train_step(model, x, *, weights):
+    return model(x).sum() + weights["a"]
+
+def call(size, scale):
+    model = Net(size, scale)
+    train_step(model, jnp.ones(size), weights={"a": jnp.ones(())})
+    eqx.filter_jit(model)(jnp.ones(size))
+"""
+NNX = """
+import jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, size, scale):
+        self.layers = nnx.List([nnx.Linear(size, size, rngs=nnx.Rngs(0))])
+        self.scale = scale
+
+    def __call__(self, x):
+        return self.layers[0](x) * self.scale
+
+@nnx.jit
+def train_step(model, metrics, x):
+    metrics.update(loss=model(x).sum())
+
+def call(size, scale):
+    train_step(Net(size, scale), nnx.metrics.Average("loss"), jnp.ones(size))
+"""
+CALLS = """
+call(3, 1.0)
+call(4, 1.0)
+call(4, 2.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "of_callable"),
+    [(EQUINOX, "layers[0].weight", "self."), (NNX, "layers[0].kernel", "model.")],
+    ids=["equinox", "nnx"],
+)
+def test_misses_inside_of_libraries_name_what_the_user_wrote(directory, source, path, of_callable):
+    pytest.importorskip("equinox") if source is EQUINOX else None
+    done = run(directory, "--explain", "--quiet", write(directory, source + CALLS))
+    assert done.returncode == 0, done.stderr
+    by_step = [each for each in done.stderr.split("stepcache: ") if each.startswith("train_step")]
+    _, size, scale = by_step
+    assert f"model.{path}: float32[3,3] → float32[4,4] (axis 0, 1)" in size
+    assert "x: float32[3] → float32[4] (axis 0)" in size
+    assert "model.scale: 1.0 → 2.0" in scale and scale.count("→") == 1
+    assert f"{of_callable}{path}: float32[3,3] → float32[4,4]" in done.stderr
+    assert "dynamic_" not in done.stderr and "graphdef" not in done.stderr
+
+
 def test_the_functions_that_compiled_most_are_named(directory):
     script = write(
         directory,

@@ -18,7 +18,7 @@ from stepcache.calls.layers import function_name, layers_of
 from stepcache.jaxcompat.inspection import calls_back
 from stepcache.modules.module_state import ModuleState, Outcome, OverModules, text_of
 
-_ARRAY = object()  # Stands for an array in a tree that is only looked at.
+ARRAY = object()  # Stands for an array in a tree that is only looked at.
 _STRUCTURES_PER_STEP = 256
 
 
@@ -70,22 +70,22 @@ class TreeStructure:
         return self.tree.unflatten(leaves)
 
     def _outlined(self) -> Any:
-        return self.built([_ARRAY] * (self.tree.num_leaves - len(self.statics)))
+        return self.built([ARRAY] * (self.tree.num_leaves - len(self.statics)))
 
     def paths(self) -> list[Any]:
         """The path of each array, in order."""
         leaves = jax.tree_util.tree_flatten_with_path(self._outlined())[0]
-        return [_LeafPath(keys) for keys, leaf in leaves if leaf is _ARRAY]
+        return [_LeafPath(keys) for keys, leaf in leaves if leaf is ARRAY]
 
     def settings(self) -> dict[str, str]:
         """What there is beside arrays: other leaves, static fields, classes of modules; by path."""
         return {
             keystr(keys, simple=True, separator="/"): text_of(value)
-            for keys, value in _settings(self._outlined(), ())
+            for keys, value in settings_of(self._outlined(), ())
         }
 
 
-def _settings(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
+def settings_of(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
     if isinstance(tree, eqx.Module):
         yield keys, type(tree)
         for each in dataclasses.fields(tree):
@@ -97,8 +97,8 @@ def _settings(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
 
     for inner, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_inner_module)[0]:
         if is_inner_module(leaf):
-            yield from _settings(leaf, (*keys, *inner))
-        elif leaf is not _ARRAY:
+            yield from settings_of(leaf, (*keys, *inner))
+        elif leaf is not ARRAY:
             yield (*keys, *inner), leaf
 
 
