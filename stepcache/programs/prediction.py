@@ -174,7 +174,7 @@ def programs_in(payload: bytes) -> list[str]:
 
 def compile_seconds(entry: EntryInfo) -> float:
     """What XLA took for a program that is stored; 0 where the entry does not tell."""
-    seconds = (entry.header or {}).get("seconds")
+    seconds: Any = (entry.header or {}).get("seconds")
     return seconds.get("compile", 0.0) if plain.fits(seconds, dict[str, float]) else 0.0
 
 
