@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
@@ -58,6 +59,7 @@ def _of_filter_jit(call: Call) -> Call:
     """Arguments, whose arrays are passed in flat tuples, and all else as one static value."""
     from stepcache.modules.equinox_trees import ARRAY, settings_of
 
+    static: Any
     (static,) = call.signature.statics
     function, first, (args, kwargs) = (
         tree.unflatten([ARRAY if leaf is None else leaf for leaf in leaves])
