@@ -369,7 +369,9 @@ def _mirror(event: Event) -> None:
             return
         case _:
             return
-    jax.monitoring.record_event(f"/stepcache/{name}", step=event.step)
+    # As of JAX's own events, only those with a duration or a size have more than a name: listeners
+    # of the others may take nothing else.
+    jax.monitoring.record_event(f"/stepcache/{name}")
     for stage, seconds in durations.items():
         name = f"/stepcache/{stage}_duration"
         jax.monitoring.record_event_duration_secs(name, seconds, step=event.step)

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,7 @@ from stepcache.programs.build import Stopwatch
 from stepcache.programs.earlier_runs import Described, prediction_of
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
 from stepcache.report.last_line import ProgramCounts
-from stepcache.step import step
+from stepcache.step import Step, step
 from stepcache.storage.run_activity import activity_log
 
 _log = logging.getLogger("stepcache")
@@ -50,8 +51,9 @@ class Installation:
             jaxcompat.compile_all(undoing, self._obtain)
         else:
             _log.warning("stepcache keeps no programs on disk with this version of JAX")
-        undoing.add(_put_back, jax.jit)
-        jax.jit = step
+        for name, ours in (("jit", step), ("eval_shape", _eval_shape_over(jax.eval_shape))):
+            undoing.add(_put_back, name, ours, getattr(jax, name))
+            setattr(jax, name, ours)
 
     def end(self) -> None:
         undoing, self._undoing = self._undoing, None
@@ -73,9 +75,21 @@ class Installation:
         return executable
 
 
-def _put_back(jit: Any) -> None:
-    if jax.jit is step:  # Else other code has replaced it since.
-        jax.jit = jit
+def _eval_shape_over(found: Callable) -> Callable:
+    """`jax.eval_shape` looks into its own jitted functions, for static arguments and shardings."""
+
+    @functools.wraps(found)
+    def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fun, Step):
+            return fun.eval_shape(*args, **kwargs)
+        return found(fun, *args, **kwargs)
+
+    return eval_shape
+
+
+def _put_back(name: str, ours: Any, found: Any) -> None:
+    if getattr(jax, name) is ours:  # Else other code has replaced it since.
+        setattr(jax, name, found)
 
 
 def _keep(
@@ -133,8 +147,7 @@ def _print_miss(event: Event) -> None:
 def _print_summary(stream: TextIO) -> None:
     if _installation.counts.programs:
         store = DEFAULT_SCOPE.cache.store()
-        saved_seconds = store.saved_seconds if store is not None else 0.0
-        print(_installation.counts.summary(saved_seconds), file=stream)
+        print(_installation.counts.summary(store.saved_seconds if store else 0.0), file=stream)
 
 
 def _write_report(file: str, stream: TextIO) -> None:

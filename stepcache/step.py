@@ -34,29 +34,26 @@ _ROLES = {"carry": "carried", "batch": "a batch"}
 _OPTIONS = tuple(inspect.signature(jax.jit).parameters)[1:]
 
 
-class Step(functools.partial, Generic[P, R]):
+class Step(Generic[P, R]):
     """A function under `stepcache.step`: called like the function, compiled like `jax.jit`.
 
-    Calls cost what calls of `jax.jit` cost. An instance is a `functools.partial`, without
-    arguments, of JAX's own C++ dispatcher: of the classes that Python can extend, the one whose
-    call is least work.
+    Calls cost what calls of `jax.jit` cost: `__call__` is a slot, in which each step has JAX's own
+    C++ dispatcher. Python finds it there without a frame of its own.
 
     What wraps a step (`jax.grad`, `functools.wraps`) copies its `__dict__`. So a step keeps its own
     attributes in slots, and in its `__dict__` what a function has too, and what the user sets.
     """
 
-    __slots__ = ("_engine", "_options", "_repeated", "_repeats")
+    __slots__ = tuple("__call__ __dict__ __weakref__ _engine _options _repeated _repeats".split())
     __wrapped__: Callable[P, R]
 
-    if TYPE_CHECKING:  # At run time a method of ours would stand in the way of the C one.
+    if TYPE_CHECKING:
 
         def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def __new__(cls, engine: Engine, options: dict[str, Any]):
-        return super().__new__(cls, engine.padder or engine.dispatcher.call)
-
     def __init__(self, engine: Engine, options: dict[str, Any]):
         self._engine, self._options = engine, options
+        self.__call__ = engine.padder or engine.dispatcher.call
         self._repeated: dict[int, Step] = {}
         self._repeats: tuple[Step, int] | None = None  # Which other one it repeats, how often.
         self.__name__ = self.__qualname__ = engine.spec.name
@@ -68,8 +65,8 @@ class Step(functools.partial, Generic[P, R]):
         """Has calls served by something else than the dispatcher, at the same speed."""
         if self._engine.padder is not None:
             self._engine.padder.call = call
-            return
-        self.__setstate__((call, (), {}, self.__dict__))  # type: ignore[misc]
+        else:
+            self.__call__ = call
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -327,13 +327,18 @@ def test_installed_twice_and_uninstalled(directory):
         sc.install()
         sc.install()
         assert jax.jit is sc.step and type(jax.jit(lambda x: x)) is sc.Step
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        placed = jax.jit(lambda x, n: x * n, static_argnums=1, out_shardings=sharding)
+        shape = jax.eval_shape(placed, 1.0, 2)
+        assert shape.sharding == sharding and shape.shape == ()
+        assert jax.eval_shape(lambda x: x, 1.0).shape == ()
         import jax.numpy as jnp
         jnp.sin(jnp.ones(3)).block_until_ready()
         before = sum(_installation.counts.programs.values())
         assert before > 0
         sc.uninstall()
         sc.uninstall()
-        assert jax.jit is plain
+        assert jax.jit is plain and "stepcache" not in jax.eval_shape.__code__.co_filename
         jnp.cos(jnp.ones(5)).block_until_ready()
         assert sum(_installation.counts.programs.values()) == before
         sc.install()

@@ -303,3 +303,38 @@ def test_cloudpickle_sends_the_steps_of_a_script_to_other_processes():
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, input=sent.stdout, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_custom_derivatives_of_a_step_take_keywords_and_defaults():
+    """JAX binds the arguments of a function to its signature, and not those of a partial."""
+
+    @jax.custom_vjp
+    @sc.step
+    def scaled(x, y=3.0):
+        return x * y
+
+    scaled.defvjp(lambda x, y: (scaled(x, y), (x, y)), lambda kept, g: (g * kept[1] * 100, g))
+    assert scaled(2.0) == scaled(x=2.0, y=3.0) == 6.0
+    assert jax.grad(scaled)(2.0) == jax.grad(lambda x: scaled(x, y=3.0))(2.0) == 300.0
+
+    @jax.custom_jvp
+    @sc.step
+    def product(x, y):
+        return x * y
+
+    product.defjvp(lambda primals, tangents: (product(*primals), tangents[0] * 7))
+    assert jax.grad(lambda x: product(x, y=3.0))(2.0) == 7.0
+
+
+def test_listeners_of_events_may_take_the_name_alone():
+    heard = []
+
+    def listen(event):
+        heard.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        assert sc.step(lambda x: x * 2)(2.0) == 4.0
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert any(each.startswith("/stepcache/") for each in heard)

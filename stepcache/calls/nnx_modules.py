@@ -1,7 +1,6 @@
 """nnx modules that are passed to a plain step, which sees them as trees: what then goes wrong.
 
-A step's function gets copies of the modules in its arguments, as under `jax.jit`. What it does to a
-copy, and does not return, is lost.
+As under `jax.jit`, its function gets copies. What it does to a copy, and does not return, is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
 from stepcache.calls.signature import Call
 from stepcache.calls.step_spec import StepSpec
-from stepcache.errors import StepCacheError, StepCacheWarning, warn
+from stepcache.errors import StepCacheWarning, warn
 
 _INSTEAD = "stepcache.nnx.step, a drop-in for nnx.jit, updates modules in place"
 
@@ -38,9 +37,9 @@ def passes_modules(call: Call) -> bool:
 
 
 def checking_modules(spec: StepSpec) -> Callable:
-    """A step's function, with a check that no update of a module is lost.
+    """A step's function, which warns if an nnx variable gets a value that is not returned.
 
-    It raises `StepCacheError` if a variable of the arguments got a new value and is not returned.
+    But not of the counts of `nnx.Rngs`, which are often made for one call.
     """
 
     @functools.wraps(spec.fun)
@@ -50,6 +49,7 @@ def checking_modules(spec: StepSpec) -> Callable:
             (key, keys, each, tree_leaves(each))
             for key, argument in named.items()
             for keys, each in _variables(argument)
+            if not isinstance(each, sys.modules["flax.nnx"].RngState)
         ]
         outputs = spec.fun(*args, **kwargs)
         returned = {id(each) for each in tree_leaves(outputs)}  # Also what is in an `nnx.State`.
@@ -58,12 +58,10 @@ def checking_modules(spec: StepSpec) -> Callable:
             same = len(new) == len(old) and all(map(operator.is_, new, old))
             if not same and not all(id(leaf) in returned for leaf in new):
                 name = spec.parameters.name_of(key) if isinstance(key, int) else key
-                raise StepCacheError(
-                    f"{spec.name} gives an nnx variable a new value and does not return it, so "
-                    "that the value is lost: the function of a plain step gets copies of modules",
-                    where=name + keystr(keys),
-                    hint=f"{_INSTEAD}; or return the module",
-                )
+                lost = f"{name + keystr(keys)}, an nnx variable, gets a new value in {spec.name}, which"
+                text = f"{lost} does not return it: as jax.jit, a step works on copies. {_INSTEAD}"
+                warn(f"{text}; or return the module", StepCacheWarning)
+                break
         return outputs
 
     return checked
