@@ -58,7 +58,7 @@ def checking_modules(spec: StepSpec) -> Callable:
             same = len(new) == len(old) and all(map(operator.is_, new, old))
             if not same and not all(id(leaf) in returned for leaf in new):
                 name = spec.parameters.name_of(key) if isinstance(key, int) else key
-                lost = f"{name + keystr(keys)}, an nnx variable, gets a new value in {spec.name}, which"
+                lost = f"{spec.name} gives {name + keystr(keys)}, an nnx variable, a new value and"
                 text = f"{lost} does not return it: as jax.jit, a step works on copies. {_INSTEAD}"
                 warn(f"{text}; or return the module", StepCacheWarning)
                 break
