@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -68,9 +68,8 @@ class Installation:
         if stopwatch.seconds.get("compile", 0.0) < _WORTH_WAITING_SECONDS:
             building.release()
         if store is not None and compilation.digest:
-            publication = Publication(
-                compilation.digest, executable, lambda: "", stopwatch.seconds, building=building
-            )
+            about = compilation.digest, executable, str, stopwatch.seconds, (), building
+            publication = Publication(*about, compilation.serialized)
             store.worker.submit(functools.partial(_keep, store, publication, compilation, source))
         return executable
 
@@ -131,12 +130,8 @@ def begin_program(given: str) -> None:
         DEFAULT_SCOPE.cache.bound_memory(options["max_memory"])
     if options["explain"]:
         recorder.subscribe(_print_miss)
-    if options["pid"] != os.getpid():
-        return
-    if not options["quiet"]:
-        _process_hooks.at_exit(_print_summary, sys.stderr)
-    if options["report"]:
-        _process_hooks.at_exit(_write_report, options["report"], sys.stderr)
+    if options["pid"] == os.getpid():
+        _process_hooks.at_exit(_conclude, options["quiet"], options["report"])
 
 
 def _print_miss(event: Event) -> None:
@@ -144,13 +139,15 @@ def _print_miss(event: Event) -> None:
         print(f"stepcache: {event.miss}", file=sys.stderr)
 
 
-def _print_summary(stream: TextIO) -> None:
-    if _installation.counts.programs:
+def _conclude(is_quiet: bool, report: str | None) -> None:
+    if report:
+        _write_report(report)
+    if _installation.counts.programs and not is_quiet:
         store = DEFAULT_SCOPE.cache.store()
-        print(_installation.counts.summary(store.saved_seconds if store else 0.0), file=stream)
+        _print(_installation.counts.summary(store.saved_seconds if store else 0.0))
 
 
-def _write_report(file: str, stream: TextIO) -> None:
+def _write_report(file: str) -> None:
     """Writes what `stepcache report --out FILE` does about this run, once all of it is on disk."""
     from stepcache.cli.report import write_report
 
@@ -165,7 +162,13 @@ def _write_report(file: str, stream: TextIO) -> None:
     except Exception as error:
         why = str(error)
     if why:
-        print(f"stepcache: no report is written: {why}", file=stream)
+        _print(f"stepcache: no report is written: {why}")
+
+
+def _print(line: str) -> None:
+    """Prints to the standard error of the process; what the program has put there may be closed."""
+    if sys.__stderr__ is not None:
+        print(line, file=sys.__stderr__)
 
 
 def uninstall() -> None:

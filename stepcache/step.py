@@ -74,12 +74,8 @@ class Step(Generic[P, R]):
     def __reduce__(self):
         if self._repeats is not None:
             return reduced(self, Step.repeat, *self._repeats)
-        return reduced(self, make_step, *self._stepcache_parts, self._engine.scope)
-
-    @property
-    def _stepcache_parts(self) -> tuple[Any, dict[str, Any]]:
-        """The function and the options."""
-        return self._engine.spec.fun, self._options
+        engine = self._engine
+        return reduced(self, make_step, engine.spec.fun, self._options, engine.scope)
 
     @property
     def __signature__(self) -> inspect.Signature:

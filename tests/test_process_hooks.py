@@ -11,7 +11,10 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir as lowering
 
 import stepcache as sc
 from stepcache import jaxcompat
@@ -334,6 +337,23 @@ def test_ten_modules_share_a_context_only_while_steps_are_lowered(monkeypatch):
     for number in range(3):
         jax.jit(lambda x, number=number: x - number)(1.0)
     assert len(made) == 5
+
+
+@needs_private_api
+def test_what_is_compiled_while_a_step_is_lowered_has_another_context():
+    """As a primitive of lineax does, whose lowering evaluates an operation."""
+    primitive = Primitive("scaled_by_what_is_computed")
+
+    def scaled(x):
+        with jax.ensure_compile_time_eval():
+            factor = jnp.asarray(3.0) * 2
+        return x * factor
+
+    primitive.def_abstract_eval(lambda x: x)
+    lowering.register_lowering(primitive, lowering.lower_fun(scaled, multiple_results=False))
+    for number in range(3):
+        step = sc.step(lambda x, number=number: primitive.bind(x) + number)
+        assert step(2.0) == 12.0 + number
 
 
 # ---- fork ---------------------------------------------------------------------------------------

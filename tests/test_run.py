@@ -143,6 +143,21 @@ def test_a_program_that_imports_stepcache_first(directory):
     assert run(directory, write(directory, source)).stdout == "True\n"
 
 
+def test_the_line_is_printed_where_a_program_has_put_a_stream_that_it_closes(directory):
+    script = write(
+        directory,
+        """
+        import io, sys
+        own, sys.stderr = sys.stderr, io.StringIO()
+        import jax.numpy as jnp
+        jnp.ones(3) * 2
+        sys.stderr.close()
+        sys.stderr = own
+        """,
+    )
+    assert counts(run(directory, script))["compiled"] > 0
+
+
 def test_a_program_without_jax(directory):
     source = "import sys; print('stepcache' in sys.modules)"
     done = run(directory, write(directory, source))

@@ -136,7 +136,7 @@ def with_methods_of_another(fun):
     for name in ("lower", "trace", "eval_shape", "clear_cache"):
         setattr(wrapped, name, getattr(other, name))
     wrapped.stats = wrapped.explain = wrapped.warm = lambda *_: "another's"
-    wrapped._engine = wrapped._options = wrapped._stepcache_parts = None
+    wrapped._engine = wrapped._options = None
     return wrapped
 
 

@@ -15,7 +15,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ if CAN_STORE:
     _BINDS_CALLBACKS = "host_callbacks" in inspect.signature(get_executable_and_time).parameters
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compilation:
     """What JAX is about to have XLA compile."""
 
@@ -43,6 +43,8 @@ class Compilation:
     key: Callable[[], str]  # Gives its key in JAX's own persistent cache, if it has one.
     load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
     compile: Callable[[], Any]  # Compiles it, without JAX's persistent cache.
+    # Once compiled, what can be serialized only before it runs.
+    serialized: bytes = field(default=b"", repr=False)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -142,11 +144,18 @@ def _compile_over(found: Callable) -> Callable:
             has_key = not host_callbacks or binds_callbacks(executable_devices)
             return cache_key.get(module, devices, options, backend) if has_key else ""
 
-        to_xla = backend, module, executable_devices, options, host_callbacks
-        compile_it = functools.partial(compiler.backend_compile_and_load, *to_xla)
+        def compile_it() -> Any:
+            to_xla = backend, module, executable_devices, options, host_callbacks
+            executable = compiler.backend_compile_and_load(*to_xla)
+            # On CPUs, XLA serializes the comparison of a sort only before that has run.
+            if backend.platform == "cpu" and b"sort" in mlir.module_to_bytecode(module):
+                compilation.serialized = backend.serialize_executable(executable)
+            return executable
+
         name = str(module.operation.attributes["sym_name"]).strip('"')
         about = name, tuple(executable_devices), bool(host_callbacks)
-        return obtain(Compilation(*about, key, load, compile_it))
+        compilation = Compilation(*about, key, load, compile_it)
+        return obtain(compilation)
 
     return compile_or_get_cached
 
@@ -181,6 +190,7 @@ def _context_over(found: Callable) -> Callable:
     def make_ir_context():
         if not _of_thread.is_lowering:
             return found()
+        _of_thread.is_lowering = False  # What is lowered meanwhile is not to be in this context.
         context, uses = _of_thread.context
         if context is None or uses >= _MODULES_A_CONTEXT:
             context, uses = found(), 0

@@ -39,6 +39,7 @@ _TO_CALL = {
 _TO_STORE = {
     "jax._src.cache_key": "get _hash_accelerator_config",
     "jax._src.compiler": "compile_or_get_cached backend_compile_and_load get_compile_options",
+    "jax._src.interpreters.mlir": "module_to_bytecode",
     "jaxlib.lapack": "prepare_lapack_call",
 }
 

@@ -96,10 +96,8 @@ def decode_spec(data: Any) -> P:
             parts.append(tuple(map(_text, entry)))
     sets: dict[str, Any] = {}
     if unreduced or reduced or kind:
-        sets = {
-            name: frozenset(map(_text, names))
-            for name, names in (("unreduced", unreduced), ("reduced", reduced))
-        }
+        sets["unreduced"] = frozenset(map(_text, unreduced))
+        sets["reduced"] = frozenset(map(_text, reduced))
     if kind is not None:
         sets["unreduced_kind"] = partition_spec.UnreducedKind[kind]  # type: ignore[attr-defined]
     return P(*parts, **sets)

@@ -19,18 +19,9 @@ from stepcache.jaxcompat.hooks import Compilation, compile_through, reuse_contex
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
 
 if PRIVATE_API:
-    from jax._src import (
-        api_util,
-        core,
-        dispatch,
-        dtypes,
-        pjit,
-        stages,
-        traceback_util,
-        tree_util,
-        util,
-    )
+    from jax._src import api_util, core, dispatch, dtypes, pjit, stages, traceback_util, tree_util
     from jax._src.interpreters import mlir, partial_eval, pxla
+    from jax._src.util import test_event
     from jaxlib import _jax  # type: ignore[attr-defined]
 
 # Bound once, so that a program which replaces `jax.jit` cannot make a step call itself.
@@ -111,7 +102,7 @@ class Runnable(NamedTuple):
         core.check_eval_args(leaves)
         # JAX marks each run outside its dispatcher by this event, and so do we: what counts them
         # for jax.jit counts them for a step.
-        util.test_event("jit_cpp_cache_miss")
+        test_event("jit_cpp_cache_miss")
         out_leaves = self.executable.unsafe_call(*self.const_args, *leaves)
         about = (self.executable, self.out_tree, leaves, out_leaves, self.effects)
         fast_path = pjit._get_fastpath_data(*about, [], None, self.const_args)

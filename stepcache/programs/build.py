@@ -120,11 +120,11 @@ def build(
         AgreementError: another process lowers another program.
     """
     stage = stopwatch.stage
-    source, digest, building = "compiled", "", Building()
+    source, digest, building, serialized = "compiled", "", Building(), b""
 
     def obtain(compilation: jaxcompat.Compilation) -> Any:
         """The executable of the module: held here, stored, of another rank, or compiled."""
-        nonlocal source, digest, building
+        nonlocal source, digest, building, serialized
         is_kept = together is not None or not is_large(captured)  # Else its digest takes too long.
         digest = compilation.digest if is_kept else ""
         if digest and together is not None:
@@ -141,6 +141,7 @@ def build(
             stage,
             lambda: before_compiling(module, digest),
         )
+        serialized = compilation.serialized
         return executable
 
     try:
@@ -169,7 +170,7 @@ def build(
         building.release()
         raise
     program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
-    about = module, stopwatch.seconds, captured, building
+    about = module, stopwatch.seconds, captured, building, serialized
     return program, Publication(digest, run.xla_executable, *about)
 
 

@@ -148,7 +148,7 @@ def test_scalars_keys_keywords_and_statics_over_ten_calls(session):
         noise = jax.random.uniform(key)
         return x * scale + noise if mode == "add" else x * scale
 
-    plain = jax.jit(step._stepcache_parts[0], static_argnames="mode")
+    plain = jax.jit(step._engine.spec.fun, static_argnames="mode")
     for n in range(10):
         for mode in ("add", "none"):
             args = (np.float32(n), jax.random.key(n))
