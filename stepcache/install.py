@@ -33,45 +33,50 @@ _log = logging.getLogger("stepcache")
 
 # What takes less to compile other processes compile themselves, and do not wait until it is stored.
 _WORTH_WAITING_SECONDS = 0.2
+_NO_STEP = "no function of the program: an operation outside of any, or a library's"
 
 
-class Installation:
-    """What `install` changes, and what has come through it."""
+_counts = ProgramCounts()
+_installed: list[Undoing] = []  # What `uninstall` undoes, if there is something.
 
-    def __init__(self) -> None:
-        self._undoing: Undoing | None = None
-        self.counts = ProgramCounts()
 
-    def begin(self) -> None:
-        if self._undoing is not None:
-            return
-        self._undoing = undoing = Undoing()
-        undoing.add(recorder.subscribe(self.counts))
-        if jaxcompat.CAN_STORE:
-            jaxcompat.compile_all(undoing, self._obtain)
-        else:
-            _log.warning("stepcache keeps no programs on disk with this version of JAX")
-        for name, ours in (("jit", step), ("eval_shape", _eval_shape_over(jax.eval_shape))):
-            undoing.add(_put_back, name, ours, getattr(jax, name))
-            setattr(jax, name, ours)
+def install() -> None:
+    """Has every compilation of this process go through the cache; `jax.jit` is `step` from here on.
 
-    def end(self) -> None:
-        undoing, self._undoing = self._undoing, None
-        if undoing is not None:
-            undoing.close()
+    Functions that were decorated before are as they were, but what they compile is taken from the
+    cache, too. A second call does nothing.
+    """
+    if _installed:
+        return
+    _installed.append(undoing := Undoing())
+    undoing.add(recorder.subscribe(_counts))
+    if jaxcompat.CAN_STORE:
+        jaxcompat.compile_all(undoing, _obtain)
+    else:
+        _log.warning("stepcache keeps no programs on disk with this version of JAX")
+    for name, ours in (("jit", step), ("eval_shape", _eval_shape_over(jax.eval_shape))):
+        undoing.add(_put_back, name, ours, getattr(jax, name))
+        setattr(jax, name, ours)
 
-    def _obtain(self, compilation: jaxcompat.Compilation) -> Any:
-        """The executable of what is no step's: of an eager operation, or of JAX's own functions."""
-        store, stopwatch = current_scope().cache.store(), Stopwatch(lambda stage: None)
-        executable, source, building = take_or_compile(compilation, store, stopwatch.stage)
-        self.counts.count(source, stopwatch.seconds.get("compile", 0.0))
-        if stopwatch.seconds.get("compile", 0.0) < _WORTH_WAITING_SECONDS:
-            building.release()
-        if store is not None and compilation.digest:
-            about = compilation.digest, executable, str, stopwatch.seconds, (), building
-            publication = Publication(*about, compilation.serialized)
-            store.worker.submit(functools.partial(_keep, store, publication, compilation, source))
-        return executable
+
+def uninstall() -> None:
+    """Undoes `install`. What was decorated meanwhile stays a step."""
+    if _installed:
+        _installed.pop().close()
+
+
+def _obtain(compilation: jaxcompat.Compilation) -> Any:
+    """The executable of what is no step's: of an eager operation, or of JAX's own functions."""
+    store, stopwatch = current_scope().cache.store(), Stopwatch(lambda stage: None)
+    executable, source, building = take_or_compile(compilation, store, stopwatch.stage)
+    _counts.count(source, stopwatch.seconds.get("compile", 0.0))
+    if stopwatch.seconds.get("compile", 0.0) < _WORTH_WAITING_SECONDS:
+        building.release()
+    if store is not None:
+        about = compilation.digest, executable, str, stopwatch.seconds, (), building
+        publication = Publication(*about, compilation.serialized)
+        store.worker.submit(functools.partial(_keep, store, publication, compilation, source))
+    return executable
 
 
 def _eval_shape_over(found: Callable) -> Callable:
@@ -96,24 +101,16 @@ def _keep(
 ) -> None:
     """Stores what was compiled, and notes it for the next run; in the store's worker."""
     label, digest = f"jit:{compilation.name}", publication.digest
-    if source == "compiled" and store.publish(publication, label):
-        return
+    if source == "compiled":
+        why_not = store.publish(publication, label) if digest else "it calls back into Python"
+        about = {"seconds": publication.seconds, "reason": _NO_STEP, "not_stored": why_not}
+        store.log("compiled", compilation.name, label, program=digest, **about)
+        if why_not:
+            return
     described = Described(label, {"module": digest}, jaxcompat.process_environment())
     devices = () if compilation.calls_back else compilation.devices
     row = prediction_of(described, digest, devices, "", time.time())
     store.note_use(row, described.environment)
-
-
-_installation = Installation()
-
-
-def install() -> None:
-    """Has every compilation of this process go through the cache; `jax.jit` is `step` from here on.
-
-    Functions that were decorated before are as they were, but what they compile is taken from the
-    cache, too. A second call does nothing.
-    """
-    _installation.begin()
 
 
 def begin_program(given: str) -> None:
@@ -142,9 +139,9 @@ def _print_miss(event: Event) -> None:
 def _conclude(is_quiet: bool, report: str | None) -> None:
     if report:
         _write_report(report)
-    if _installation.counts.programs and not is_quiet:
+    if _counts.programs and not is_quiet:
         store = DEFAULT_SCOPE.cache.store()
-        _print(_installation.counts.summary(store.saved_seconds if store else 0.0))
+        _print(_counts.summary(store.saved_seconds if store else 0.0))
 
 
 def _write_report(file: str) -> None:
@@ -169,8 +166,3 @@ def _print(line: str) -> None:
     """Prints to the standard error of the process; what the program has put there may be closed."""
     if sys.__stderr__ is not None:
         print(line, file=sys.__stderr__)
-
-
-def uninstall() -> None:
-    """Undoes `install`. What was decorated meanwhile stays a step."""
-    _installation.end()

@@ -86,6 +86,15 @@ def test_a_second_and_a_third_start_compile_nothing_and_print_the_same(directory
         assert each["preloaded"] > 8
 
 
+def test_the_run_log_names_what_is_compiled_outside_of_steps(directory):
+    script = write(directory, "import jax.numpy as jnp\njnp.sin(jnp.arange(3.0))\n")
+    run(directory, script)
+    environment = {**os.environ, "STEPCACHE_DIR": str(directory / "programs")}
+    command = [sys.executable, "-m", "stepcache", "cache", "why"]
+    why = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert "jit_sin (jit:jit_sin): compiled" in why.stdout and "outside of any" in why.stdout
+
+
 def test_what_a_program_sees_of_how_it_is_run(directory):
     script = write(
         directory,
@@ -338,7 +347,7 @@ def test_installed_twice_and_uninstalled(directory):
         import jax
         plain = jax.jit
         import stepcache as sc
-        from stepcache.install import _installation
+        from stepcache.install import _counts
         sc.install()
         sc.install()
         assert jax.jit is sc.step and type(jax.jit(lambda x: x)) is sc.Step
@@ -349,16 +358,16 @@ def test_installed_twice_and_uninstalled(directory):
         assert jax.eval_shape(lambda x: x, 1.0).shape == ()
         import jax.numpy as jnp
         jnp.sin(jnp.ones(3)).block_until_ready()
-        before = sum(_installation.counts.programs.values())
+        before = sum(_counts.programs.values())
         assert before > 0
         sc.uninstall()
         sc.uninstall()
         assert jax.jit is plain and "stepcache" not in jax.eval_shape.__code__.co_filename
         jnp.cos(jnp.ones(5)).block_until_ready()
-        assert sum(_installation.counts.programs.values()) == before
+        assert sum(_counts.programs.values()) == before
         sc.install()
         jnp.tan(jnp.ones(7)).block_until_ready()
-        assert sum(_installation.counts.programs.values()) > before
+        assert sum(_counts.programs.values()) > before
         """,
     )
     done = run(directory, script, plain=True)
