@@ -135,12 +135,8 @@ def build(
         if is_kept and not compilation.calls_back and (found := held(compilation)) is not None:
             source = "memory"
             return found
-        executable, source, building = take_or_compile(
-            compilation,
-            store if is_kept else None,
-            stage,
-            lambda: before_compiling(module, digest),
-        )
+        kept, about = (store if is_kept else None), lambda: before_compiling(module, digest)
+        executable, source, building = take_or_compile(compilation, kept, stage, about)
         serialized = compilation.serialized
         return executable
 

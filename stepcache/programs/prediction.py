@@ -139,14 +139,15 @@ class Predictions:
 
     def note(self, row: Prediction, environment: dict[str, str]) -> bool:
         """Notes the use of a program; returns whether an earlier run used it for such a call."""
-        is_known = any(each[:3] == row[:3] for each in self.of_step(row.label))
+        known = next((each for each in self.of_step(row.label) if each[:3] == row[:3]), None)
+        is_told = known is not None and known._replace(run=row.run, time=row.time) == row
         with self._lock:
             self._environments[row.environment] = environment
             self._used[row[:3]] = row._replace(run=self._run)
             if len(self._used) > _ROWS:
                 del self._used[next(iter(self._used))]
-            self.is_new |= not is_known or row.label in self._written
-        return is_known
+            self.is_new |= not is_told or row.label in self._written
+        return known is not None
 
     def write(self) -> bytes:
         """Writes what this run has used so far beside what others have; returns that."""

@@ -133,6 +133,23 @@ def test_a_step_whose_file_has_changed_is_left_out(disk, loads, tmp_path):
     assert loads == [b"0"]
 
 
+def test_what_is_used_as_before_but_of_a_changed_file_is_written_again(disk, loads, tmp_path):
+    """As after a change of a comment: the module, and so the program, are the same."""
+    (file := tmp_path / "train.py").write_text("before")
+
+    def used():
+        return row("0", file=str(file), file_digest=prediction.file_digest(str(file)))
+
+    note(disk, used())
+    for content, is_new in (("before", False), ("afterward", True)):
+        file.write_text(content)
+        predictions = Predictions(disk)
+        assert predictions.note(used(), {}) and predictions.is_new == is_new
+    predictions.write()
+    preloaded(disk)
+    assert loads == [b"0"]
+
+
 def test_a_call_waits_for_a_load_under_way(disk, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
