@@ -7,6 +7,7 @@ stepcache is imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -15,9 +16,11 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from jax.errors import JaxRuntimeError
 
 from stepcache._changes import Shared, Undoing
 from stepcache.jaxcompat.private import CAN_STORE, PRIVATE_API
@@ -43,8 +46,7 @@ class Compilation:
     key: Callable[[], str]  # Gives its key in JAX's own persistent cache, if it has one.
     load: Callable[[bytes], Any]  # Loads an executable for them that was serialized elsewhere.
     compile: Callable[[], Any]  # Compiles it, without JAX's persistent cache.
-    # Once compiled, what can be serialized only before it runs.
-    serialized: bytes = field(default=b"", repr=False)
+    serialized: bytes = b""  # Once compiled, what can be serialized only before it runs.
 
     @functools.cached_property
     def digest(self) -> str:
@@ -149,7 +151,8 @@ def _compile_over(found: Callable) -> Callable:
             executable = compiler.backend_compile_and_load(*to_xla)
             # On CPUs, XLA serializes the comparison of a sort only before that has run.
             if backend.platform == "cpu" and b"sort" in mlir.module_to_bytecode(module):
-                compilation.serialized = backend.serialize_executable(executable)
+                with contextlib.suppress(JaxRuntimeError):  # Then it cannot be stored.
+                    compilation.serialized = backend.serialize_executable(executable)
             return executable
 
         name = str(module.operation.attributes["sym_name"]).strip('"')

@@ -363,10 +363,7 @@ class Staged:
 
 
 def digest_of(staged: Staged) -> str:
-    """The digest of what XLA would be given for what was lowered; compiles nothing.
-
-    Empty where `Staged.compile` would not call its `obtain`, or with no digest.
-    """
+    """The digest of what XLA would be given for what was lowered, if any; compiles nothing."""
     found: list[str] = []
 
     def note(compilation: Compilation) -> None:
