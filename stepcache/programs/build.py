@@ -212,11 +212,11 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     return staged
 
 
-_LARGE_CAPTURE_BYTES, _STORED_CAPTURE_BYTES = 1 << 20, 32 << 20
+_LARGE_CAPTURE_BYTES, _STORED_CAPTURE_BYTES = 1 << 20, 64 << 20
 
 
 def is_large(captured: Sequence[Captured]) -> bool:
-    """Whether a program holds so many bytes that to compile it again is faster than to load it."""
+    """Whether a program holds so many bytes that to digest and to load it takes seconds."""
     return sum(each.size_bytes for each in captured) > _STORED_CAPTURE_BYTES
 
 
