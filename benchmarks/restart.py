@@ -6,7 +6,8 @@ in processes of their own, in turn:
 - JAX's persistent compilation cache, all its thresholds at zero, warm;
 - stepcache, warm, its step defined when the parameters are there already (nothing is hidden);
 - stepcache, warm, its step defined first, so that loading hides behind building the parameters;
-- and both without anything stored, for comparison.
+- both with a KEY that vouches for the step, so that its export runs and nothing is traced;
+- and both of the first two without anything stored, for comparison.
 
     python -m benchmarks.restart [--quick]
 """
@@ -34,6 +35,8 @@ CONTENDERS = {
     "stepcache, nothing stored": ("late", "cold"),
     "stepcache": ("late", "warm"),
     "stepcache, defined first": ("early", "warm"),
+    "stepcache, trusted": ("late", "trusted"),
+    "stepcache, trusted, defined first": ("early", "trusted"),
 }
 PEER = "jax.jit, persistent cache"
 
@@ -88,6 +91,7 @@ def work(way: str, layers: int, devices: int) -> None:
         record["miss"] = str(step.last_miss)
         record["stages"] = {stage: getattr(stats, f"{stage}_seconds") for stage in stages}
         counts = {"trace": stats.traces, "lower": stats.lowers, "compile": stats.compiles}
+        counts["trusted"] = stats.trusted
     print(json.dumps(record | {"counts": counts, "leaves": len(jax.tree.leaves((state, batch)))}))
 
 
@@ -98,8 +102,10 @@ def run(contender: str, layers: int, devices: int, stored: Path) -> dict:
     """One fresh process of one contender."""
     way, state = CONTENDERS[contender]
     with tempfile.TemporaryDirectory() as empty:
-        directory = str(stored) if state == "warm" else empty
+        directory = str(stored) if state != "cold" else empty
         environment = dict(os.environ, STEPCACHE_DIR="off")
+        if state == "trusted":
+            environment |= {"STEPCACHE_TRUST": "this commit", "STEPCACHE_PROVE_EVERY": "1000"}
         if way == "jax":
             environment |= {
                 "JAX_COMPILATION_CACHE_DIR": directory,
@@ -123,17 +129,18 @@ def compare(layers: int, devices: int, rounds: int, colds: int) -> tuple[list, d
 
     results: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as root:
-        stored = {"jax": Path(root) / "jax", "stepcache": Path(root) / "stepcache"}
-        for directory in stored.values():
-            directory.mkdir(mode=0o700)
-        for name, (way, state) in CONTENDERS.items():
-            if state == "warm":  # Fills what is stored; not timed.
-                run(name, layers, devices, stored["jax" if way == "jax" else "stepcache"])
+        stored = {
+            name: Path(root) / f"{way == 'jax'} {state}"
+            for name, (way, state) in CONTENDERS.items()
+        }
+        for name, (_, state) in CONTENDERS.items():
+            stored[name].mkdir(mode=0o700, exist_ok=True)
+            if state != "cold":  # Fills what is stored; not timed.
+                run(name, layers, devices, stored[name])
         for number in range(rounds):
-            for name, (way, state) in CONTENDERS.items():
-                if state == "warm" or number < colds:
-                    place = stored["jax" if way == "jax" else "stepcache"]
-                    results[name].append(run(name, layers, devices, place))
+            for name, (_, state) in CONTENDERS.items():
+                if state != "cold" or number < colds:
+                    results[name].append(run(name, layers, devices, stored[name]))
     case = f"{layers} layers, {devices} device{'s' if devices > 1 else ''}"
     rows, details = [], {}
     for name, runs in results.items():

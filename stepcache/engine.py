@@ -243,18 +243,25 @@ class Engine:
                 self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
-    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, Prediction | None]:
-        """Why a call finds no program in memory, and what the last runs used for such a call."""
+    def foresee(
+        self, scope: Scope, request: Request
+    ) -> tuple[Miss, Prediction | None, float | None]:
+        """Why a call finds no program in memory, and what the last runs used for such a call.
+
+        Third, since when a KEY vouches for the step; None if it would be traced.
+        """
         miss, store = self.miss_log.why(request), scope.cache.store()
         if store is None:
-            return miss, None
+            return miss, None, None
         shown = request.shown.paths, request.shown.signature.leaves
         described = describe(self.resolver.label, request.key, *shown)
+        trusted = scope.cache.trusted
+        since = trusted.release(described, request).since if trusted is not None else None
         prediction = store.predictions.find(described.label, described.signature)
         if prediction is not None:
             is_there = store.disk.holds("program", prediction.program)
-            return miss, prediction if is_there else None
-        return compared_with_earlier_run(miss, store, described, "", lambda: ""), None
+            return miss, prediction if is_there else None, since
+        return compared_with_earlier_run(miss, store, described, "", lambda: ""), None, since
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)
@@ -287,7 +294,7 @@ class Engine:
         call = with_global_arrays(request)
         try:
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
-            if request.commits or is_committed_by_hosts(request):
+            if request.commits or is_committed_by_hosts(request) or not program.is_committed:
                 commits = request.commits
                 outputs, fast_path = jaxcompat.recommitted(outputs, fast_path, is_committed=commits)
             return outputs, fast_path if call is request.call else None

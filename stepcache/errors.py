@@ -57,6 +57,10 @@ class PaddingError(StepCacheError, ValueError):
     """An argument cannot be padded, or an output depends on the added rows (`Pad(check=True)`)."""
 
 
+class StaleProgramError(StepCacheError):
+    """A step is not the one for which the KEY of `ProgramCache(trust=)` vouches."""
+
+
 class CarryError(StepCacheError, TypeError):
     """The first output has another tree, shape or dtype than the carry."""
 

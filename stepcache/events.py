@@ -235,6 +235,8 @@ class StepStats:
         misses: calls that found no program in memory.
         traces: programs for which the step was traced: one for each miss. A weakly typed carry that
             comes back with another type makes JAX trace twice; that counts once.
+        trusted: programs for which it was not: its export ran, for which a KEY vouches
+            (`ProgramCache(trust=KEY)`).
         lowers: lowered traces.
         compiles: compiled modules.
         loads: programs whose executable was found after the trace: in memory, preloaded, on disk,
@@ -262,6 +264,7 @@ class StepStats:
 
     misses: int = 0
     traces: int = 0
+    trusted: int = 0
     lowers: int = 0
     compiles: int = 0
     loads: int = 0

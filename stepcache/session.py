@@ -143,6 +143,10 @@ class Session:
             raise OptionError(f"{listed(useless)} without a target", where="Session")
         if cache is not None and not isinstance(cache, ProgramCache):
             raise OptionError("cache is a ProgramCache", where="Session", got=repr(cache))
+        cache_used = cache or DEFAULT_SCOPE.cache
+        if target is not None and cache_used.trust:
+            what = "trust= is for steps of this process, and not for those on tasks"
+            raise OptionError(what, where="Session(target)", got=f"trust={cache_used.trust!r}")
         given = rules if isinstance(rules, Rules) else Rules(rules or ())
         with contextlib.ExitStack() as opened:
             tasks = None
@@ -155,7 +159,6 @@ class Session:
                 opened.callback(tasks.connection.close)
                 mesh = tasks.mesh
             placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
-            cache_used = cache or DEFAULT_SCOPE.cache
             together = functools.partial(peers_of, agree_seconds=agree_timeout)
             scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
             scope.check_replicas_every, scope.target = check_replicas_every, tasks

@@ -69,5 +69,6 @@ from stepcache.jaxcompat.stages import (
     make_dispatcher,
     recommitted,
     unhide_methods,
+    weakly_typed,
     with_output_tree,
 )

@@ -45,9 +45,13 @@ def text_of(value: Any) -> str:
 
 
 class Outcome:
-    """What a program over modules returns."""
+    """What a program over modules returns.
+
+    With `is_exportable`, `programs.trust` makes it of a plain value and its children again.
+    """
 
     __slots__ = ("about", "outputs", "states")
+    is_exportable = True
 
     def __init__(self, about: Any, children: Any):
         self.about = about  # Plain values about the call, which are no arrays.

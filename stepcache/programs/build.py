@@ -14,7 +14,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import keystr
@@ -32,6 +32,9 @@ from stepcache.programs.store import ProgramStore, Publication, take_or_compile
 from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
 
+if TYPE_CHECKING:  # Few processes trust a KEY.
+    from stepcache.programs.trust import Release
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -45,6 +48,7 @@ class Program:
     source: str = "compiled"
     # Digest of what XLA was given; empty where only this process can have the program.
     digest: str = ""
+    is_committed: bool = True  # False where nothing commits its outputs, as JAX would.
     # Of calls with the carry that it returns, if only weak types tell these from calls of `key`.
     settled_key: Key | None = None
 
@@ -100,6 +104,7 @@ def build(
     store: ProgramStore | None,
     before_compiling: Callable[[Callable[[], str], str], None],
     together: Any = None,
+    release: Release | None = None,
 ) -> tuple[Program, Publication]:
     """Builds the program of a call; returns it, and what is needed to store it.
 
@@ -113,10 +118,12 @@ def build(
         before_compiling: called when XLA has to compile, with what gives the lowered module as
             text, and the digest; it may raise.
         together: the `Together` of this process where those of a pod build the program together.
+        release: what a KEY says of the call, where there is one.
 
     Raises:
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
         CarryError: see `trace`.
+        StaleProgramError: the KEY does not vouch for the step as it is.
         AgreementError: another process lowers another program.
     """
     stage = stopwatch.stage
@@ -127,6 +134,8 @@ def build(
         nonlocal source, digest, building, serialized
         is_kept = together is not None or not is_large(captured)  # Else its digest takes too long.
         digest = compilation.digest if is_kept else ""
+        if release is not None:
+            release.check(digest, module, spec.name)
         if digest and together is not None:
             executable, source = together.obtain(
                 compilation, lambda: before_compiling(module, digest)
@@ -147,12 +156,14 @@ def build(
                 while_tracing.use(tracing)
                 while_tracing.use(rare_collections)
                 with stage("trace"):
-                    staged = trace(spec, request)
+                    trace_it = trace if release is None else functools.partial(release.trace, trace)
+                    staged = trace_it(spec, request)
                 if not staged.can_be_held():
                     raise NotHoldable
                 captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
                 with stage("lower"):
-                    staged.lower()
+                    if staged.lowered is None:
+                        staged.lower()
             module = staged.module_text()
             if together is not None:
                 with stage("agree"):
@@ -165,16 +176,22 @@ def build(
     except BaseException:
         building.release()
         raise
-    program = Program(request.key, run, captured, stopwatch.seconds, source, digest)
+    is_committed = release is None or release.is_committed
+    program = Program(request.key, run, captured, stopwatch.seconds, source, digest, is_committed)
     about = module, stopwatch.seconds, captured, building, serialized
     return program, Publication(digest, run.xla_executable, *about)
 
 
-def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
+def trace(spec: StepSpec, request: Request, fun: Callable | None = None) -> jaxcompat.Staged:
     """Traces a step as its program is traced.
 
     Carried leaves that are weakly typed, as Python scalars are, and come back with a type of their
     own, are traced with that, as `lax.scan` does: what comes back then finds the same program.
+
+    Args:
+        spec: the step.
+        request: the call.
+        fun: what is traced in the place of the step's function; takes and returns what that does.
 
     Raises:
         CarryError: the first output does not have the carry's tree, shapes and dtypes.
@@ -190,10 +207,10 @@ def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
-    fun, jitted = spec.fun, spec.jitted
-    if passes_modules(call):
+    if fun is None and passes_modules(call):
         fun = checking_modules(spec)
-        jitted = jaxcompat.jit(fun, **spec.options)
+    jitted = spec.jitted if fun is None else jaxcompat.jit(fun, **spec.options)
+    fun = fun or spec.fun
     settled: tuple[int, ...] = ()
     with jaxcompat.tracing_context(request.mesh):
         while True:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
@@ -34,7 +34,11 @@ from stepcache.programs.opening import (
 from stepcache.programs.store import ProgramStore
 from stepcache.weak_objects import WeakObjects
 
+if TYPE_CHECKING:  # Few processes trust a KEY.
+    from stepcache.programs.trust import Trust
+
 _numbers = itertools.count(1)
+_TRUST, _PROVE_EVERY, _PROVED_EVERY = "STEPCACHE_TRUST", "STEPCACHE_PROVE_EVERY", 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,16 @@ class ProgramCache:
             "file:///DIRECTORY". Programs that the directory lacks are loaded from there, and new
             programs are written there in the background. By default `STEPCACHE_REMOTE`; "off" uses
             none. docs/shared-cache.md describes its key and its cost.
+        trust: a KEY that vouches that a step with the same signature, mesh and settings is the same
+            program: name it after code, configuration and all values that steps capture. Steps are
+            traced in its first start, and run their exports in later ones. By default
+            `STEPCACHE_TRUST`; "off" traces. docs/restarts.md says what a wrong KEY does.
+        prove_every: so often, in starts, steps are traced nevertheless, and compared with what the
+            KEY's first start traced. By default `STEPCACHE_PROVE_EVERY`, or 20.
 
     Raises:
         OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, a
-            malformed `remote`, or an option that is gone.
+            malformed `remote`, a KEY that is no text, or an option that is gone.
         CacheDirectoryError: `directory` is a URL, or others can write to it; or `remote` has no
             key that can be trusted.
 
@@ -89,6 +99,8 @@ class ProgramCache:
         max_memory_programs: int = 4096,
         min_build_seconds: float = 0.0,
         remote: str | None = None,
+        trust: str | None = None,
+        prove_every: int | None = None,
         **gone: Any,
     ):
         for name in gone:
@@ -104,10 +116,16 @@ class ProgramCache:
         if not isinstance(min_build_seconds, Real):
             what, got = "min_build_seconds is a number", repr(min_build_seconds)
             raise OptionError(what, where="ProgramCache", got=got)
-        if directory is None and (remote or "off").lower() != "off":
-            what = "A shared cache needs a directory, for the programs that come from it"
-            got = f"remote={remote!r}"
-            raise OptionError(what, where="ProgramCache(directory=None)", got=got)
+        for option, value in ("remote", remote), ("trust", trust):
+            if directory is None and str(value or "off").lower() != "off":
+                what, got = f"{option} needs a directory, for what it loads", f"{option}={value!r}"
+                raise OptionError(what, where="ProgramCache(directory=None)", got=got)
+        if not isinstance(trust, str | None):
+            raise OptionError("trust is a text", where="ProgramCache", got=repr(trust))
+        if prove_every is not None:
+            _starts(prove_every, "ProgramCache(prove_every)")
+        self._trust, self._prove_every = trust, prove_every
+        self.trusted: Trust | None = None  # Once it is open, where a KEY vouches for steps.
         self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(*self._bounds)
@@ -136,9 +154,19 @@ class ProgramCache:
         if not self._is_open:
             with self._opening:
                 if not self._is_open:
-                    self._store = self._open()
-                    self._is_open = True
+                    if (store := self._open()) is not None and self.trust:
+                        from stepcache.programs.trust import Trust
+
+                        every = self._prove_every or os.environ.get(_PROVE_EVERY) or _PROVED_EVERY
+                        self.trusted = Trust(self.trust, _starts(every, _PROVE_EVERY), store)
+                    self._store, self._is_open = store, True
         return self._store
+
+    @property
+    def trust(self) -> str:
+        """The KEY that vouches for steps; empty for none."""
+        key = os.environ.get(_TRUST, "") if self._trust is None else self._trust
+        return "" if key.lower() == "off" else key
 
     def bound_memory(self, max_bytes: int) -> None:
         """Limits the size of the programs in memory, and not on disk, while there are none."""
@@ -262,6 +290,13 @@ class ProgramCache:
     def __repr__(self) -> str:
         info = self.info()
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
+
+
+def _starts(given: Any, where: str) -> int:
+    """A number of starts. Raises `OptionError` for anything else."""
+    if str(given).isdecimal() and int(given) >= 1:
+        return int(given)
+    raise OptionError("prove_every is a number of starts", where=where, got=repr(given))
 
 
 def _tell_lost(dropped: Iterable[Held], reason: str) -> None:

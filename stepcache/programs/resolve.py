@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
@@ -24,7 +24,7 @@ from stepcache.calls.key import Key
 from stepcache.calls.layers import step_label
 from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
-from stepcache.errors import RecompileError, RecompileWarning, warn
+from stepcache.errors import OptionError, RecompileError, RecompileWarning, warn
 from stepcache.events import (
     BuildFailed,
     Built,
@@ -46,6 +46,9 @@ from stepcache.programs.earlier_runs import (
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.store import ProgramStore, Publication
 from stepcache.units import readable_bytes
+
+if TYPE_CHECKING:  # Few processes trust a KEY.
+    from stepcache.programs.trust import Release
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
@@ -114,11 +117,14 @@ class Resolver:
                 if not explicit:
                     self.judge(scope, miss, lambda: explained(module, digest))
 
-            peers = scope.together(request.ranks)
+            peers, trust = scope.together(request.ranks), scope.cache.trusted
+            release = trust.release(described(), request) if trust else None
             if peers is None:
                 held = scope.cache.executable
                 arguments = self._spec, request, stopwatch, held, store, before_compiling
-                program, publication = build(*arguments)
+                program, publication = build(*arguments, release=release)
+            elif release is not None:
+                raise OptionError("trust= is for one process, and not for a pod", where=name)
             else:
                 from stepcache.programs.pods.shared_build import build_together
 
@@ -135,8 +141,10 @@ class Resolver:
             remote = store.remote if store is not None and program.source != "compiled" else None
             remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
             captured = map(_advise_on_capture, program.captured)
-            advice = (*captured, *filter(None, (remade, settled)))
+            advice = (*captured, *filter(None, (remade, settled, release and release.why_traced)))
             how = _how_resolved(program, remote_bytes)
+            if release is not None:
+                how["remedy"] += release.in_words
             how |= {"called_time": time.time() - call_seconds, "place": place}
             if store is None:
                 how["not_stored"] = ""  # Nothing is to be.
@@ -150,9 +158,11 @@ class Resolver:
             if store is not None:
                 devices = () if program.run.calls_back else program.run.device_order
                 about = name, self.label, self._file, program.source, devices, how["not_stored"]
-                self._unsettled.append(_Settling(*about, store, described, final, publication))
+                settling = _Settling(*about, store, described, final, publication, release)
+                self._unsettled.append(settling)
             about = complete(miss), final, own_seconds, remote_bytes
-            self._record(build_id, request, program, *about)
+            is_trusted = release is not None and release.since is not None
+            self._record(build_id, request, program, *about, is_trusted)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
@@ -183,16 +193,19 @@ class Resolver:
         final: Callable[[], Miss],
         own_seconds: float,
         remote_bytes: int | None,
+        is_trusted: bool = False,
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
         `final` gives the miss as compared with earlier runs, `own_seconds` are those of the call
         apart from the stages, `remote_bytes` the size of what came from the shared cache.
+        `is_trusted` says that the step was not traced.
         """
         name, seconds = self._spec.name, program.seconds
         is_compiled = program.source == "compiled"
         self._miss_log.add(request, miss, final)
-        counts = {"traces": 1, "lowers": 1, "compiles": is_compiled, "loads": not is_compiled}
+        counts = {"traces": not is_trusted, "trusted": is_trusted, "lowers": 1}
+        counts |= {"compiles": is_compiled, "loads": not is_compiled}
         times = {f"{stage}_seconds": value for stage, value in seconds.items()}
         if remote_bytes is not None:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
@@ -262,12 +275,15 @@ class _Settling:
     described: Callable[[], Described]
     miss: _Once
     publication: Publication
+    release: Release | None = None
 
     def __call__(self) -> None:
         store, publication, why_not = self.store, self.publication, self.why_not
         if (self.source == "compiled" or publication.data) and not why_not:
             why_not = store.publish(publication, self.label)
         publication.building.release()
+        if self.release is not None and not why_not:
+            self.release.keep(publication.digest)
         described = self.described()
         miss = self.miss()  # Before the prediction that it compares with is replaced.
         if why_not:
@@ -277,7 +293,7 @@ class _Settling:
             "compiled" if self.source == "compiled" else "loaded",
             self.name,
             described.label,
-            source=self.source,
+            source=f"{self.source}{self.release.in_words if self.release else ''}",
             program="" if why_not else publication.digest,
             seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
             reason=miss.headline,

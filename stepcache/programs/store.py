@@ -189,7 +189,7 @@ class ProgramStore:
             publication.building.release(was_stored=True)
         self._has_published = True
         if self.remote is not None:
-            self.remote.upload_program(publication.digest, about, serialized)
+            self.remote.upload("program", publication.digest, about, serialized)
         return ""
 
     @_no_matter_of_the_step("read the module of a program", "")

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from stepcache.errors import CacheDirectoryError
 from stepcache.jaxcompat import CAN_STORE, PRIVATE_API
-from stepcache.report.inventory import entries_of, open_existing
+from stepcache.report.inventory import entries_of, label_of, open_existing
 from stepcache.storage import private_files
 from stepcache.storage.disk_store import ROOT
-from stepcache.units import counted, readable_bytes
+from stepcache.units import counted, readable_bytes, readable_time
 
 Status = Literal["ok", "warning", "fault"]
 _ORDER: tuple[Status, ...] = ("ok", "warning", "fault")
@@ -179,6 +179,10 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("entries", "fault", detail, "stepcache cache verify")
     else:
         yield Check("entries", "ok", f"{len(entries)}, no damaged header")
+    for each in (entry for entry in entries if entry.kind == "export" and entry.header):
+        since, why = readable_time(each.created_time), (each.header or {}).get("distrusted")
+        trusted = f"{label_of(each)}: {f'distrusted since {since}: {why}' if why else since}"
+        yield Check("trust", "warning" if why else "ok", trusted, "give another KEY" if why else "")
     quarantine = directory / ROOT / "quarantine"
     left = private_files.listed(quarantine)
     if left:

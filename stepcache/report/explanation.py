@@ -21,7 +21,7 @@ from stepcache.calls.signature import Call, Parameters, Unreadable, short_shardi
 from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
-from stepcache.units import counted, readable_bytes, shown_as_printed, terminal_width
+from stepcache.units import counted, readable_bytes, readable_time, shown_as_printed, terminal_width
 from stepcache.variables.plan import Plan
 
 if TYPE_CHECKING:  # Rich calls `__rich_console__`, and is not imported before.
@@ -75,6 +75,8 @@ class Explanation:
         delegated: the reason why the call would go to `jax.jit`; None if it would not.
         predicted: whether the last runs used a program for such a call that is on disk. A miss then
             loads it, if its trace gives the same module.
+        trusted_since: when the step was traced, in seconds since the epoch, if a KEY vouches for
+            it, so that a miss runs its export; else None.
         variables: a line for each of the `Variables` of the call.
         variable_leaves: number of their leaves.
         plan: the transfers that they need.
@@ -92,6 +94,7 @@ class Explanation:
     captured: tuple[Captured, ...] = ()
     delegated: str | None = None
     predicted: bool = False
+    trusted_since: float | None = None
     variables: tuple[str, ...] = ()
     variable_leaves: int = 0
     plan: Plan = field(default_factory=Plan)
@@ -124,6 +127,9 @@ class Explanation:
     def _headline(self) -> str:
         if self.delegated:
             return f"{self.step}: goes to jax.jit: {self.delegated}"
+        if self.trusted_since is not None:
+            since = readable_time(self.trusted_since)
+            return f"{self.step}: miss, but trusted since {since}. A call would run its export."
         if self.predicted:
             then = "find its program on disk if the module is the same"
             return f"{self.step}: miss, but predicted. A call would trace and lower it, and {then}."
@@ -223,7 +229,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if request.key in engine._not_holdable:
         return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
-    miss, prediction = (None, None) if program else engine.foresee(scope, request)
+    miss, prediction, since = engine.foresee(scope, request) if not program else (None,) * 3
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -239,6 +245,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         _by_stage(program.seconds if program else None),
         program.captured if program else (),
         predicted=prediction is not None,
+        trusted_since=since,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
         plan=use.plan() if use else Plan(),

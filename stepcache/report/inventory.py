@@ -104,7 +104,7 @@ def take_inventory(directory: Path) -> Inventory:
         str(directory),
         tuple(_item(each) for each in entries if each.kind == "program" or each.problem),
         len(programs),
-        len(entries) - len(programs),
+        sum(each.kind == "prediction" for each in entries),
         sum(each.problem is not None for each in entries),
         sum(each.size_bytes for each in entries),
     )

@@ -82,17 +82,18 @@ def take_inventory(place: Place) -> Inventory:
     labels, damaged = dict[str, str](), list[Item]()
     with _opened(place) as objects:
         catalogue = Catalogue.read(objects)
-        for name, each in catalogue.predictions.items():
+        predictions = catalogue.of_kind("prediction")
+        for name, each in predictions.items():
             try:
                 _, payload = opened(place.key, "prediction", name, objects.get(each.name))
                 rows = (Prediction(*row) for row in plain.unpack(payload)[1])
                 labels |= {row.program: row.label for row in rows}
             except (DamagedEntryError, TypeError, ValueError) as error:
                 damaged.append(_item("prediction", name, each, problem=str(error)))
-    programs = catalogue.programs.items()
+    programs = catalogue.of_kind("program").items()
     items = [_item("program", digest, each, labels.get(digest, "")) for digest, each in programs]
-    counts = len(items), len(catalogue.predictions), len(damaged)
-    sizes = (each.size_bytes for each in (*items, *catalogue.predictions.values()))
+    counts = len(items), len(predictions), len(damaged)
+    sizes = (each.size_bytes for each in catalogue.entries.values())
     return Inventory(place.url, (*items, *damaged), *counts, sum(sizes))
 
 
@@ -109,15 +110,15 @@ def push(store: ProgramStore, place: Place, wanted: Sequence[str] = ()) -> Share
 
     Raises `SharedCacheError` if the store fails or is read only, `OptionError` for unknown names.
     """
-    entries = chosen(store.disk.entries("program"), wanted)
+    steps = (each for each in store.disk.entries() if each.kind != "prediction")
+    entries = chosen(steps, wanted)
     entries += [] if wanted else store.disk.entries("prediction")
     with _opened(place, to_write=True) as objects:
         known = Catalogue.read(objects)
-        there = known.programs.keys() | known.predictions.keys()
 
         def write(entry: EntryInfo) -> _Copied:
             kind, digest, copied = entry.kind, entry.digest, _Copied(entry.kind, label_of(entry))
-            if digest in there:
+            if (kind, digest) in known.entries:
                 return copied._replace(was_there=True)
             info = store.disk.peek(kind, digest)
             if info is None or info.problem is not None:
@@ -159,8 +160,8 @@ def pull(directory: Path, place: Place, wanted: Sequence[str] = ()) -> Shared:
                 raise CacheDirectoryError("The directory cannot be written", where=str(directory))
             return copied if is_wanted else _Copied("", "")
 
-        rows = [("program", *each) for each in catalogue.programs.items()]
-        rows += [] if wanted else [("prediction", *each) for each in catalogue.predictions.items()]
+        found = catalogue.entries.items()
+        rows = [(*name, each) for name, each in found if not wanted or name[0] != "prediction"]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             copied = list(pool.map(read, *zip(*rows, strict=True))) if rows else []
     for each in wanted:

@@ -1,6 +1,7 @@
 """`SharedEntries`: programs in an object store, which many machines share.
 
     stepcache-2/program/<digest>          a program
+    stepcache-2/export/<digest>           a step that a KEY vouches for, or why it does no longer
     stepcache-2/prediction/<name>/<run>   what a run of a script used; the newest counts
 
 Objects have the format of the disk store, are signed with the shared key, and are never changed.
@@ -36,7 +37,7 @@ from stepcache.weak_objects import WeakObjects
 
 ROOT = "stepcache-2/"
 
-_NAME = re.compile(rf"{ROOT}(?:program/([0-9a-f]{{1,128}})|prediction/([0-9a-f]{{1,128}})/[\w-]+)")
+_NAME = re.compile(rf"{ROOT}(program|export|prediction)/([0-9a-f]{{1,128}})(/[\w-]+)?")
 _READERS, _WRITERS = 16, 4
 _LISTED_SECONDS, _END_SECONDS = 60.0, 2.0
 _AHEAD, _MAX_BYTES = 256, 4 << 30
@@ -65,8 +66,7 @@ def opened(key: bytes, kind: str, digest: str, data: bytes) -> tuple[dict[str, A
 class Catalogue:
     """What a listing has shown."""
 
-    programs: dict[str, Object] = field(default_factory=dict)  # By digest.
-    predictions: dict[str, Object] = field(default_factory=dict)  # The newest, by name.
+    entries: dict[tuple[str, str], Object] = field(default_factory=dict)  # By kind and digest.
 
     @classmethod
     def read(cls, objects: ObjectStore) -> Catalogue:
@@ -74,11 +74,13 @@ class Catalogue:
         made = cls()
         for each in sorted(objects.listed(ROOT), key=lambda each: (each.time, each.name)):
             found = _NAME.fullmatch(each.name)
-            if found and found[1]:
-                made.programs[found[1]] = each
-            elif found:
-                made.predictions[found[2]] = each
+            if found and bool(found[3]) == (found[1] == "prediction"):
+                made.entries[found[1], found[2]] = each
         return made
+
+    def of_kind(self, wanted: str) -> dict[str, Object]:
+        """The entries of a kind, by digest."""
+        return {digest: each for (kind, digest), each in self.entries.items() if kind == wanted}
 
 
 _patience_seconds: dict[str, float] = {}
@@ -129,16 +131,17 @@ class SharedEntries:
                 self._listing = self._reads.submit(read, first=True)
             return self._listing
 
-    def fetch(self, digest: str) -> bool:
-        """Copies a program to the disk. Returns whether it is there.
+    def fetch(self, digest: str, kind: str = "program") -> bool:
+        """Copies an entry to the disk. Returns whether it is there.
 
         All calls of the process together wait for the store no longer than they may.
         """
         if any(each.digest == digest for each in list(self._disk.quarantined)):
             return False  # As bad as it is here, it is there.
         catalogue = self._waited_for(self.begin(time.monotonic() - _LISTED_SECONDS))
-        there = catalogue.programs.get(digest) if catalogue is not None else None
-        return there is not None and bool(self._waited_for(self._ask(digest, there, first=True)))
+        there = catalogue.entries.get((kind, digest)) if catalogue is not None else None
+        ask = partial(self._ask, kind, digest, first=True)
+        return there is not None and bool(self._waited_for(ask(there)))
 
     def fetch_ahead(self, name: str, programs_in: Callable[[bytes], list[str]]) -> Future[bool]:
         """Copies to the disk, in the background, what the last run of a script has used.
@@ -154,25 +157,25 @@ class SharedEntries:
 
         def copy() -> bool:  # In a thread that reads, after another one has begun to list.
             catalogue = listing.result() if listing is not None else Catalogue()
-            if (newest := catalogue.predictions.get(name)) is not None:
+            if (newest := catalogue.entries.get(("prediction", name))) is not None:
                 self._copy("prediction", name, newest)
             prediction = self._disk.peek("prediction", name)
             if prediction is None or prediction.problem is not None:
                 return False
             for digest in programs_in(prediction.payload)[:_AHEAD]:
-                if (there := catalogue.programs.get(digest)) is not None:
-                    self._ask(digest, there)
+                if (there := catalogue.entries.get(("program", digest))) is not None:
+                    self._ask("program", digest, there)
             return True
 
         return self._reads.submit(copy)
 
-    def _ask(self, digest: str, there: Object, *, first: bool = False) -> Future[bool]:
-        """Has a program copied, once in the life of the process."""
+    def _ask(self, kind: str, digest: str, there: Object, *, first: bool = False) -> Future[bool]:
+        """Has an entry copied, once in the life of the process."""
         with self._lock:
             asked = self._asked.get(digest)
             # What waits behind others is asked for again, before them.
             if asked is None or (first and not (asked.running() or asked.done())):
-                copy = partial(self._copy, "program", digest, there)
+                copy = partial(self._copy, kind, digest, there)
                 asked = self._asked[digest] = self._reads.submit(copy, first=first)
         return asked
 
@@ -216,9 +219,9 @@ class SharedEntries:
             warn(f"The shared cache {self.url} is not used from now on: {why}", StepCacheWarning)
         return None
 
-    def upload_program(self, digest: str, about: dict[str, Any], payload: bytes) -> None:
-        """Writes a program in the background, if there is none of its digest."""
-        self._put(f"program/{digest}", "program", digest, about, payload)
+    def upload(self, kind: str, digest: str, about: dict[str, Any], payload: bytes) -> None:
+        """Writes an entry in the background, if there is none of its digest."""
+        self._put(f"{kind}/{digest}", kind, digest, about, payload)
 
     def upload_prediction(self, name: str, payload: bytes) -> None:
         """Writes in the background what this run of a script has used by now."""
