@@ -45,13 +45,10 @@ def text_of(value: Any) -> str:
 
 
 class Outcome:
-    """What a program over modules returns.
-
-    With `is_exportable`, `programs.trust` makes it of a plain value and its children again.
-    """
+    """What a program over modules returns."""
 
     __slots__ = ("about", "outputs", "states")
-    is_exportable = True
+    is_exportable = True  # `programs.trust` makes it of a plain value and its children again.
 
     def __init__(self, about: Any, children: Any):
         self.about = about  # Plain values about the call, which are no arrays.

@@ -47,15 +47,6 @@ th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0;
 th { color: var(--quiet); font-weight: 600; overflow-wrap: normal; }
 .right { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 ul { margin: 2px 0; padding-left: 18px; }
-@media (max-width: 700px) {
-  thead { display: none; }
-  table, tbody, tr, td { display: block; }
-  tr { padding: 8px 0; border-bottom: 1px solid var(--line); }
-  td, .right { display: flex; gap: 12px; border: 0; padding: 1px 0; text-align: left;
-    white-space: normal; }
-  td:empty { display: none; }
-  td::before { content: attr(data-name); color: var(--quiet); flex: 0 0 96px; }
-}
 """
 
 
@@ -300,10 +291,7 @@ def _table(rows: Sequence[Cells], right: Collection[str] = ()) -> Iterator[str]:
     heads = "".join(f"<th{kind}>{_html(name)}</th>" for name, kind in kinds.items())
     yield f"<table><thead><tr>{heads}</tr></thead><tbody>"
     for row in rows[:_ROWS_SHOWN]:
-        cells = (
-            f'<td{kind} data-name="{_html(name)}">{_cell(row[name])}</td>'
-            for name, kind in kinds.items()
-        )
+        cells = (f"<td{kind}>{_cell(row[name])}</td>" for name, kind in kinds.items())
         yield f"<tr>{''.join(cells)}</tr>"
     yield "</tbody></table>"
     if len(rows) > _ROWS_SHOWN:
