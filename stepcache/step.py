@@ -249,7 +249,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
         _donate(fun, named["carry"], jit_options)
     spec = StepSpec.of(fun, jit_options, **named, pads=pads)
     if (tell := tell_of(fun)) is not None:
-        spec = dataclasses.replace(spec, tell=tell)
+        spec = spec._replace(tell=tell)
     return Step(Engine(spec, scope), options)
 
 

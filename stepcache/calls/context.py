@@ -27,7 +27,7 @@ recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
 _EXAMPLES = 3
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Scope:
     """What a session decides for the calls made in it."""
 

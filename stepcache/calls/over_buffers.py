@@ -45,8 +45,7 @@ def is_stand_in(node: Any) -> bool:
 def over_buffers(spec: StepSpec) -> StepSpec:
     """The spec of a step whose arguments are buffers where they were `Variables`."""
     fun = _OverBuffers(spec.fun, spec.name, spec.parameters)
-    return dataclasses.replace(
-        spec,
+    return spec._replace(
         fun=fun,
         jitted=jaxcompat.jit(fun, **spec.options),
         identity=identity(fun),

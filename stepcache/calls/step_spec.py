@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, Sharding
@@ -22,8 +22,7 @@ def _as_it_is(call: Call) -> Call:
     return call
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class StepSpec:
+class StepSpec(NamedTuple):
     """The function of a step and its options, resolved."""
 
     fun: Callable  # The user's function.
@@ -84,7 +83,7 @@ def _hashable(value: Any) -> Hashable:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)  # Not frozen, which would take twice as long to make.
 class Request:
     """A call with what it needs: read, placed and keyed."""
 

@@ -30,7 +30,7 @@ _OTHER_WAITS = frozenset(
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CallCount:
     """Counts the calls of one step that Python sees."""
 

@@ -33,7 +33,7 @@ from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """An executable and what is needed to call it, of this process's own lowering."""
 
@@ -59,7 +59,7 @@ class Program:
         return sum(len(module.as_serialized_hlo_module_proto()) for module in modules)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Stopwatch:
     """Times the stages of one build; calls `entered` with the name of each as it begins."""
 

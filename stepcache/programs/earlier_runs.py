@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,8 +31,7 @@ _UNSEEN = "another, by what its text does not show, such as a large captured arr
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Described:
+class Described(NamedTuple):
     """A call of a step, as any process can compare it."""
 
     label: str  # The step, by its file and name.

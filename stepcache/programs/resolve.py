@@ -245,7 +245,7 @@ class Resolver:
                 (settling := self._unsettled.pop()).store.worker.submit(settling)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class _Settling:
     """Stores a program, notes it for the next run, and logs its miss; in the store's worker.
 
