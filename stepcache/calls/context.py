@@ -11,14 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls.signature import Path
-from stepcache.distributed.peers import Peers
 from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.sharding import Placer, devices_of, processes_of
 from stepcache.weak_objects import WeakObjects
+
+if TYPE_CHECKING:  # A single process has none.
+    from stepcache.distributed.peers import Peers
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False

@@ -36,6 +36,8 @@ class StepSpec(NamedTuple):
     pads: tuple[Pad, ...] = ()
     # Gives a call with the leaves that its caller knows, where the program has others.
     tell: Callable[[Call], Call] = _as_it_is
+    # Gives the numbers of the leaves that are buffers of `Variables` in host memory.
+    hosted: Callable[[Call], set[int]] = lambda call: set()
 
     @classmethod
     def of(

@@ -19,7 +19,6 @@ from typing import Any
 from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
-from stepcache.calls.global_arguments import compare_call_values
 from stepcache.calls.key import Key
 from stepcache.calls.layers import step_label
 from stepcache.calls.nnx_modules import warn_of_carried_module
@@ -213,6 +212,8 @@ class Resolver:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
+                from stepcache.programs.pods.host_values import compare_call_values
+
                 compare_call_values(self._spec.name, request, peers)
             self._not_compared.discard(request.key)
 
