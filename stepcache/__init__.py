@@ -15,10 +15,12 @@ if _run.is_asked():
 
 _started = _time.perf_counter()
 
+import importlib as _importlib
+import typing as _typing
+
 from stepcache import jaxcompat as _jaxcompat
 from stepcache.calls.context import no_recompile
 from stepcache.calls.pad import Pad
-from stepcache.deployment import DeploymentConfig
 from stepcache.errors import (
     AgreementError,
     CacheDirectoryError,
@@ -49,73 +51,60 @@ from stepcache.install import install, uninstall
 from stepcache.programs.cache import CacheInfo, ProgramCache
 from stepcache.programs.opening import look_ahead as _look_ahead
 from stepcache.report import progress as _progress  # noqa: F401  (subscribes to the recorder)
-from stepcache.report.advice import Advice, advise
-from stepcache.report.explanation import Explanation
-from stepcache.serving.connecting import connect
 from stepcache.session import Session, current_session
 from stepcache.sharding import Rules
 from stepcache.step import Step, step
 from stepcache.storage import run_log as _history
-from stepcache.variables.checkpoints import save
-from stepcache.variables.policy import OnHost, Read, Replicated, RowOptimizer, Sharded, Write
-from stepcache.variables.restoring import restore
-from stepcache.variables.variables import Variables
+
+if _typing.TYPE_CHECKING:
+    from stepcache.deployment import DeploymentConfig
+    from stepcache.report.advice import Advice, advise
+    from stepcache.report.explanation import Explanation
+    from stepcache.serving.connecting import connect
+    from stepcache.variables.checkpoints import save
+    from stepcache.variables.policy import OnHost, Read, Replicated, RowOptimizer, Sharded, Write
+    from stepcache.variables.restoring import restore
+    from stepcache.variables.variables import Variables
+else:  # Type checkers would let every name pass.
+    # Imported when they are first asked for, as many programs do not use them: names by module.
+    _LATER = {
+        "deployment": "DeploymentConfig",
+        "report.advice": "Advice advise",
+        "report.explanation": "Explanation",
+        "serving.connecting": "connect",
+        "variables.checkpoints": "save",
+        "variables.policy": "OnHost Read Replicated RowOptimizer Sharded Write",
+        "variables.restoring": "restore",
+        "variables.variables": "Variables",
+    }
+    _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        globals()[name] = found = getattr(module, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "Advice",
-    "AgreementError",
-    "CacheDirectoryError",
-    "CacheInfo",
-    "CarryError",
-    "Change",
-    "DeadlineError",
-    "DeploymentConfig",
-    "DonationError",
-    "Explanation",
-    "ForkedProcessError",
-    "Miss",
-    "OnHost",
-    "OptimizerWarning",
-    "OptionError",
-    "Pad",
-    "PaddingError",
-    "PlacementError",
-    "ProgramCache",
-    "RankLostError",
-    "Read",
-    "RecompileError",
-    "RecompileWarning",
-    "Replicated",
-    "RowOptimizer",
-    "Rules",
-    "ServerLostError",
-    "Session",
-    "SessionClosedError",
-    "Sharded",
-    "StaleProgramError",
-    "Step",
-    "StepCacheError",
-    "StepCacheWarning",
-    "StepStats",
-    "TaskError",
-    "TransferBudgetError",
-    "UnmatchedRuleWarning",
-    "Variables",
-    "VariablesError",
-    "Write",
-    "advise",
-    "connect",
-    "current_session",
-    "install",
-    "no_recompile",
-    "recorder",
-    "restore",
-    "save",
-    "step",
+    "Advice", "AgreementError", "CacheDirectoryError", "CacheInfo", "CarryError", "Change",
+    "DeadlineError", "DeploymentConfig", "DonationError", "Explanation", "ForkedProcessError",
+    "Miss", "OnHost", "OptimizerWarning", "OptionError", "Pad", "PaddingError", "PlacementError",
+    "ProgramCache", "RankLostError", "Read", "RecompileError", "RecompileWarning", "Replicated",
+    "RowOptimizer", "Rules", "ServerLostError", "Session", "SessionClosedError", "Sharded",
+    "StaleProgramError", "Step", "StepCacheError", "StepCacheWarning", "StepStats", "TaskError",
+    "TransferBudgetError", "UnmatchedRuleWarning", "Variables", "VariablesError", "Write", "advise",
+    "connect", "current_session", "install", "no_recompile", "recorder", "restore", "save", "step",
     "uninstall",
 ]
+# fmt: on
 
 _jaxcompat.hide_frames(_os.path.dirname(_os.path.abspath(__file__)))
 _history.import_seconds = _time.perf_counter() - _started

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.calls.over_buffers import bare, without_layouts
-from stepcache.calls.residence import NOT_A_HIT, passes_variables
+from stepcache.calls.bound_variables import NOT_A_HIT, passes_variables
 from stepcache.weak_objects import WeakObjects
 
 _SIGNATURES_PER_STEP = 4096
@@ -113,8 +112,9 @@ def eagerly(engine: weakref.ref[Any], fun: Callable) -> Callable:
         if alive.is_planned():
             return NOT_A_HIT
         if alive.is_over_buffers:
-            args, kwargs = args[0].opened(args[1:], kwargs)
-            return without_layouts(fun(*args, **kwargs))[0]
+            form, *args = args
+            args, kwargs = form.opened(args, kwargs)
+            return form.closed(fun(*args, **kwargs))[0]
         if passes_variables(args, kwargs):
             return alive.run_resident(args, kwargs)
         return fun(*args, **kwargs)
@@ -127,9 +127,10 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
-    if alive.is_over_buffers:
+    form: Any = args[0] if alive.is_over_buffers else None
+    if form is not None:
         try:
-            args, kwargs = args[0].opened(args[1:], kwargs)
+            args, kwargs = form.opened(args[1:], kwargs)
         except ValueError:  # A planned call, with another structure beside its `Variables`.
             return NOT_A_HIT, None, True
     elif not alive.has_global_arguments:
@@ -141,7 +142,9 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
             try:
                 args, kwargs = whole
                 dispatcher = alive.dispatcher
-                if alive.is_over_buffers:
+                if form is not None:
+                    from stepcache.calls.over_buffers import bare
+
                     form, args, kwargs = bare(args, kwargs, alive.spec.parameters.roles)
                     dispatcher = dispatcher.bound(form)
                 return dispatcher.call(*args, **kwargs), None, False
@@ -150,7 +153,7 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(args, kwargs)
-    if alive.is_over_buffers:
-        outputs, fast_path = without_layouts(outputs, fast_path)
+    if form is not None:
+        outputs, fast_path = form.closed(outputs, fast_path)
     alive.call_count.is_whole &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
+from stepcache.calls.bound_variables import admitted, passes_variables
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope, in_mesh_of
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
-from stepcache.calls.over_buffers import over_buffers, shapes_in
-from stepcache.calls.padding import Padder
 from stepcache.calls.placement import (
+    check_budget,
     check_runnable,
     is_at_default,
     is_committed_by_hosts,
@@ -30,7 +31,6 @@ from stepcache.calls.placement import (
     place,
     unnamed_batch,
 )
-from stepcache.calls.residence import Use, check_budget, passes_variables
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.dispatcher import Dispatcher, eagerly, serve
@@ -43,8 +43,13 @@ from stepcache.programs.earlier_runs import compared_with_earlier_run, describe
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.prediction import Prediction
 from stepcache.programs.resolve import Resolver
-from stepcache.resident_calls import ResidentCalls, is_admitted
 from stepcache.sharding import mesh_identity
+
+if TYPE_CHECKING:  # Imported where a call passes `Variables`, as few programs have any.
+    from stepcache.calls.residence import Use
+    from stepcache.resident_calls import ResidentCalls
+
+_making = threading.RLock()  # One engine may make another.
 
 
 class Engine:
@@ -72,11 +77,14 @@ class Engine:
         eager = eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
         call = self.dispatcher.call
-        self.padder = Padder(spec, call, self._weakly, scope) if spec.pads else None
-        self.resident_calls = ResidentCalls(
-            *(spec, self.miss_log, self.call_count, call),
-            lambda: Engine(over_buffers(spec), scope, miss_log, is_over_buffers=True),
-        )
+        self.padder = None
+        if spec.pads:
+            from stepcache.calls.padding import Padder
+
+            self.padder = Padder(spec, call, self._weakly, scope)
+        # Has the step call something else than its dispatcher; the step sets it.
+        self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
+        self._resident_calls: ResidentCalls | None = None
         self.resolver = Resolver(spec, self.miss_log)
         scope().cache.store()  # Which begins to preload.
 
@@ -121,8 +129,20 @@ class Engine:
             self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
+    @property
+    def resident_calls(self) -> ResidentCalls:
+        """Serves the calls that pass `Variables`; what it imports few programs need."""
+        from stepcache.calls.over_buffers import over_buffers
+        from stepcache.resident_calls import ResidentCalls
+
+        with _making:  # By the first of several threads.
+            if self._resident_calls is None:
+                own = over_buffers(self.spec), self.scope, self.miss_log
+                self._resident_calls = ResidentCalls(self, Engine(*own, is_over_buffers=True))
+            return self._resident_calls
+
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
-        use = Use(self.spec, args, kwargs)
+        use = self.resident_calls.use(args, kwargs)
         if jaxcompat.is_tracing():
             args, kwargs = use.inlined()
             return self.spec.jitted(*args, **kwargs)
@@ -130,13 +150,14 @@ class Engine:
 
     def is_planned(self) -> bool:
         """Whether a call over buffers comes from a plan, and not from `run_resident`."""
-        return self.is_over_buffers and (not is_admitted(self) or jaxcompat.is_tracing())
+        is_admitted = getattr(admitted, "engine", None) is self
+        return self.is_over_buffers and (not is_admitted or jaxcompat.is_tracing())
 
     def use(self, args: tuple, kwargs: dict) -> Use | None:
         """The `Variables` that a call passes; None where it passes none, or only names them."""
         if not passes_variables(args, kwargs) or self.scope().target is not None:
             return None
-        return Use(self.spec, args, kwargs).checked(self.scope())
+        return self.resident_calls.use(args, kwargs).checked(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
@@ -187,7 +208,8 @@ class Engine:
         """The shapes and dtypes of the outputs of a call."""
         engine, args, kwargs = self.resident(args, kwargs)
         with in_mesh_of(self.scope()):
-            return shapes_in(engine.spec.jitted.eval_shape(*args, **kwargs))
+            shapes = engine.spec.jitted.eval_shape(*args, **kwargs)
+        return shapes if engine is self else self.resident_calls.shapes_in(shapes)
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.miss_log.count(delegated=1)
@@ -323,8 +345,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
-        if self.resident_calls.made is not None:
-            self.resident_calls.made.clear()
+        if self._resident_calls is not None:
+            self._resident_calls.engine.clear()
         for cache in self._caches:
             cache.release(self.number)
         self._not_holdable.clear()
@@ -334,6 +356,6 @@ class Engine:
 
     def programs(self) -> int:
         """How many programs of the step are held."""
-        over_buffers = self.resident_calls.made
+        resident = self._resident_calls
         own = sum(cache.programs_of(self) for cache in self._caches)
-        return own + over_buffers.programs() if over_buffers is not None else own
+        return own if resident is None else own + resident.engine.programs()

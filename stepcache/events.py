@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax.monitoring
 
@@ -133,8 +133,7 @@ _MAX_CHANGES_SHOWN = 12
 _MAX_CHANGES_IN_A_LINE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
+class Captured(NamedTuple):
     """An array that a step captured by closure: it is a constant of the program."""
 
     name: str
@@ -142,8 +141,7 @@ class Captured:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageStarted:
+class StageStarted(NamedTuple):
     """The resolution of a miss entered a stage: "trace", "lower", "load", "compile", …"""
 
     step: str
@@ -151,8 +149,7 @@ class StageStarted:
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+class Built(NamedTuple):
     """A program was traced, lowered and compiled.
 
     Attributes:
@@ -170,8 +167,7 @@ class Built:
     captured: tuple[Captured, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A program was traced and lowered, and its executable found, so that nothing was compiled.
 
     Attributes:
@@ -192,8 +188,7 @@ class Loaded:
     remote_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BuildFailed:
+class BuildFailed(NamedTuple):
     """A build raised an error. Nothing was cached."""
 
     step: str
@@ -202,16 +197,14 @@ class BuildFailed:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A program was evicted from memory."""
 
     step: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """A call of a step, or a method of `Variables`, moved values of variables.
 
     Attributes:

@@ -6,8 +6,8 @@ one line says what became of the programs.
 
 from __future__ import annotations
 
+import ast
 import functools
-import json
 import logging
 import os
 import sys
@@ -117,18 +117,18 @@ def begin_program(given: str) -> None:
     """Installs stepcache in a program under `stepcache run`, or in a child of it.
 
     Args:
-        given: the options, as JSON; see `stepcache/run_command.py`.
+        given: the options that were given, as Python writes a dict; see `run_command.py`.
     """
-    options = json.loads(given)
+    options = {"on_miss": "compile", "warm_programs": 1} | ast.literal_eval(given)
     install()
     for name in ("on_miss", "warm_programs"):
         setattr(DEFAULT_SCOPE, name, options[name])
-    if options["max_memory"]:
+    if "max_memory" in options:
         DEFAULT_SCOPE.cache.bound_memory(options["max_memory"])
-    if options["explain"]:
+    if "explain" in options:
         recorder.subscribe(_print_miss)
     if options["pid"] == os.getpid():
-        _process_hooks.at_exit(_conclude, options["quiet"], options["report"])
+        _process_hooks.at_exit(_conclude, "quiet" in options, options.get("report"))
 
 
 def _print_miss(event: Event) -> None:

@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from stepcache import jaxcompat
+from stepcache.calls.bound_variables import admitted
 from stepcache.calls.call_plan import CallPlans
 from stepcache.calls.context import Scope
-from stepcache.calls.over_buffers import Form, bare
-from stepcache.calls.residence import Use, check_budget
+from stepcache.calls.over_buffers import Form, bare, shapes_in
+from stepcache.calls.placement import check_budget
+from stepcache.calls.residence import Use
 from stepcache.calls.signature import Unreadable
-from stepcache.calls.step_spec import StepSpec
 from stepcache.dispatcher import Dispatcher
-from stepcache.distributed.hang_report import CallCount
-from stepcache.programs.miss_log import MissLog
 from stepcache.variables.checkpoint_items import locked
-
-_making = threading.RLock()  # One engine may make another.
-_admitted = threading.local()
-
-
-def is_admitted(engine: Any) -> bool:
-    """Whether this thread is in a call that `ResidentCalls.run` gave to an engine."""
-    return getattr(_admitted, "engine", None) is engine
 
 
 class ResidentCalls:
-    """Serves the calls of one step that pass `Variables`; `dispatch` those without a plan."""
+    """Serves the calls of one step that pass `Variables`.
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        miss_log: MissLog,
-        call_count: CallCount,
-        dispatch: Callable[..., Any],
-        make_engine: Callable[[], Any],
-    ):
-        self.spec, self.miss_log, self.call_count = spec, miss_log, call_count
-        self.made: Any = None  # The engine that runs the step over buffers, once there is one.
-        # Has the step call something else than its dispatcher; the step sets it.
-        self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
-        self._make_engine = make_engine
-        self._plans = CallPlans(spec, dispatch)
+    `own` is the engine of the step, which is not kept alive. `engine` runs the step where its
+    arguments are buffers in the place of `Variables`.
+    """
+
+    def __init__(self, own: Any, engine: Any):
+        self.engine, self.spec, self.serve_by = engine, own.spec, own.serve_by
+        self.miss_log, self.call_count = own.miss_log, own.call_count
+        self._plans = CallPlans(own.spec, own.dispatcher.call)
         self._runs = 0
 
-    @property
-    def engine(self) -> Any:
-        """Runs the step where its arguments are buffers in the place of `Variables`."""
-        if self.made is None:
-            with _making:  # By the first of several threads.
-                if self.made is None:
-                    self.made = self._make_engine()
-        return self.made
+    shapes_in = staticmethod(shapes_in)
+
+    def use(self, args: tuple, kwargs: dict[str, Any]) -> Use:
+        """The `Variables` of a call."""
+        return Use(self.spec, args, kwargs)
 
     def run(self, scope: Scope, use: Use) -> Any:
         """Runs one call. Returns its outputs, with the `Variables` that it carried in them."""
@@ -69,7 +49,7 @@ class ResidentCalls:
                 with contextlib.suppress(Unreadable):
                     request = engine.request(scope, *use.shown())
                 check_budget(scope, self.spec.name, request, use)
-            before, _admitted.engine = getattr(_admitted, "engine", None), engine
+            before, admitted.engine = getattr(admitted, "engine", None), engine
             try:
                 form, args, kwargs = bare(*use.taken(), self.spec.parameters.roles)
                 dispatcher = engine.dispatcher.bound(form)
@@ -78,7 +58,7 @@ class ResidentCalls:
                 self._plan(scope, use, form, outputs, dispatcher)
                 return written
             finally:
-                _admitted.engine = before
+                admitted.engine = before
                 if moved := sum(use.meter.values()):
                     self.miss_log.count(moved_bytes=moved)
                     use.meter.emit(self.spec.name)

@@ -2,21 +2,21 @@
 
 The program has a Python of its own, which takes the place of this one: its arguments, exit code,
 signals and tracebacks are those of `python train.py …`, and its children have stepcache, too.
-Nothing is imported here that takes long.
+Nothing is imported here that takes long: the program waits for it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
 
+TYPE_CHECKING = False  # That of `typing` takes as long as all else.
 if TYPE_CHECKING:
     import argparse
+    from typing import Any, NoReturn
 
 OPTIONS = "STEPCACHE_RUN"
-"""The environment variable that tells a program how it is run."""
+"""The environment variable that tells a program how it is run: a dict of what was given."""
 _SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_site")  # noqa: PTH118
 
 
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         jax.jit is stepcache.step in it. One line on standard error says at the end what was loaded,
         and what was compiled and why.""",
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
@@ -59,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-memory", type=_size, help="size of the programs in memory at most, such as 4GB")
     choices = "compile", "warn", "error"
     help = "what a call does that has to compile another program; by default it compiles it"
-    add("--on-miss", choices=choices, default="compile", help=help)
+    add("--on-miss", choices=choices, help=help)
     help = "so many programs of each function are compiled whatever --on-miss says; by default 1"
-    add("--warm-steps", dest="warm_programs", type=int, default=1, metavar="N", help=help)
+    add("--warm-steps", dest="warm_programs", type=int, metavar="N", help=help)
     add("--report", type=os.path.abspath, metavar="FILE", help="write a page about the run")
     add("--explain", action="store_true", help="print each miss as it comes")
     add("--quiet", action="store_true", help="print no line at the end")
@@ -69,23 +70,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
+def main(arguments: list[str]) -> NoReturn:
     """Replaces this process by that of the program."""
-    import json
-
-    parser = _parser()
-    options = vars(parser.parse_args(arguments))
-    command = options.pop("command")
-    command = command[1:] if command[:1] == ["--"] else command
-    if not command:
-        parser.error("the SCRIPT is missing")
-    if options.pop("module"):
-        command = ["-m", *command]
+    options: dict[str, Any] = {}
+    command = arguments
+    if not command or command[0].startswith("-"):
+        parser = _parser()
+        options = vars(parser.parse_args(arguments))
+        command = options.pop("command", [])
+        command = command[1:] if command[:1] == ["--"] else command
+        if not command:
+            parser.error("the SCRIPT is missing")
+        if options.pop("module", False):
+            command = ["-m", *command]
     environment = dict(os.environ)
     for name in [name for name in options if name.startswith("STEPCACHE_")]:
         if value := options.pop(name):
             environment[name] = value
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
-    environment[OPTIONS] = json.dumps(options | {"pid": os.getpid()})
+    environment[OPTIONS] = repr(options | {"pid": os.getpid()})
     os.execve(sys.executable, [sys.executable, *command], environment)

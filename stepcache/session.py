@@ -6,11 +6,10 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -18,17 +17,15 @@ from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_of
 from stepcache.dispatcher import clear_all
-from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang
-from stepcache.distributed.peers import AGREE_SECONDS, peers_of
-from stepcache.distributed.replicas import Part, check_replicas
+from stepcache.distributed.hang_report import AGREE_SECONDS, HANG_SECONDS, OnHang
 from stepcache.errors import OptionError, SessionClosedError
 from stepcache.programs.cache import ProgramCache
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.units import listed
-from stepcache.variables.checkpoint_items import locked
-from stepcache.variables.describing import named_leaves
-from stepcache.variables.variables import Variables
+
+if TYPE_CHECKING:  # A single process imports nothing for the agreement of several.
+    from stepcache.distributed.peers import Peers
 
 OnMiss = Literal["compile", "warn", "error"]
 
@@ -159,7 +156,7 @@ class Session:
                 opened.callback(tasks.connection.close)
                 mesh = tasks.mesh
             placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
-            together = functools.partial(peers_of, agree_seconds=agree_timeout)
+            together = functools.partial(_peers_of, agree_seconds=agree_timeout)
             scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
             scope.check_replicas_every, scope.target = check_replicas_every, tasks
             self._open(scope)
@@ -224,8 +221,9 @@ class Session:
         self._check_replicas(tree, "in check_replicas")
 
     def _check_replicas(self, tree: Any, about: str, *, summed: bool = False) -> None:
-        with locked(jax.tree_util.tree_leaves(tree)):
-            check_replicas(lambda: _parts_of(tree), self._scope.peers, about, summed=summed)
+        from stepcache.calls.residence import check_tree
+
+        check_tree(tree, self._scope.peers, about, summed=summed)
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -328,15 +326,6 @@ def _check_count(what: str, given: Any, least: int) -> None:
         raise OptionError(what, where="Session", expected=expected, got=repr(given))
 
 
-def _parts_of(tree: Any) -> Iterator[Part]:
-    """Path and array of what is in a tree; the leaves of variables in the place of those."""
-    for path, leaf in named_leaves(tree)[0]:
-        if isinstance(leaf, Variables):
-            yield from leaf._parts_on_devices()
-        else:
-            yield path, leaf, None
-
-
 def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer | None:
     if isinstance(data_axis, list):
         data_axis = tuple(data_axis)
@@ -354,7 +343,16 @@ def _placer(mesh: Any, rules: Rules, data_axis: DataAxis, kind: type) -> Placer 
     return Placer(mesh, rules, data_axis)
 
 
-DEFAULT_SCOPE.cache, DEFAULT_SCOPE.together = ProgramCache(), peers_of
+def _peers_of(ranks: tuple[int, ...], agree_seconds: float = AGREE_SECONDS) -> Peers | None:
+    """The processes of a call; None for a single one, which imports nothing for it."""
+    if len(ranks) < 2:
+        return None
+    from stepcache.distributed.peers import peers_of
+
+    return peers_of(ranks, agree_seconds)
+
+
+DEFAULT_SCOPE.cache, DEFAULT_SCOPE.together = ProgramCache(), _peers_of
 _DEFAULT_SESSION = Session._without_mesh()
 
 

@@ -24,7 +24,9 @@ from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Miss, StepStats
 from stepcache.modules.library_names import tell_of
-from stepcache.report.explanation import Explanation, explain
+
+if TYPE_CHECKING:  # Imported by what few programs call.
+    from stepcache.report.explanation import Explanation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +61,7 @@ class Step(Generic[P, R]):
         self.__name__ = self.__qualname__ = engine.spec.name
         functools.update_wrapper(self, engine.spec.fun)
         jaxcompat.unhide_methods(self)
-        engine.resident_calls.serve_by = weakref.WeakMethod(self._serve_by)
+        engine.serve_by = weakref.WeakMethod(self._serve_by)
 
     def _serve_by(self, call: Callable[P, R]) -> None:
         """Has calls served by something else than the dispatcher, at the same speed."""
@@ -133,6 +135,8 @@ class Step(Generic[P, R]):
         Returns:
             An `Explanation`; print it.
         """
+        from stepcache.report.explanation import explain
+
         return explain(self._engine, *self._padded(args, kwargs))
 
     def _padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -249,7 +253,7 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
         _donate(fun, named["carry"], jit_options)
     spec = StepSpec.of(fun, jit_options, **named, pads=pads)
     if (tell := tell_of(fun)) is not None:
-        spec = dataclasses.replace(spec, tell=tell)
+        spec = spec._replace(tell=tell)
     return Step(Engine(spec, scope), options)
 
 

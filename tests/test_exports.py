@@ -17,11 +17,8 @@ def test_promised_names_are_there():
 
 
 def test_all_is_what_is_there():
-    public = {
-        name
-        for name, value in vars(sc).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
+    names = [name for name in dir(sc) if not name.startswith("_")]
+    public = {name for name in names if not inspect.ismodule(getattr(sc, name))}
     assert public - {"load_ipython_extension"} == set(sc.__all__)
     assert list(sc.__all__) == sorted(sc.__all__)
 

@@ -372,3 +372,15 @@ def test_installed_twice_and_uninstalled(directory):
     )
     done = run(directory, script, plain=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_launcher_imports_little(directory):
+    """The program waits for it. Without `site`, which may import as much itself."""
+    script = write(directory, "")
+    found = os.path.dirname(os.path.dirname(jaxcompat.__path__[0]))
+    flags = ("-S", "-X", "importtime", "-m", "stepcache", "run")
+    done = run(directory, *flags, script, plain=True, PYTHONPATH=found)
+    assert done.returncode == 0, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "stepcache.run_command" in imported
+    assert not {"argparse", "json", "re", "typing"} & imported

@@ -1,9 +1,13 @@
-"""Where `Variables` may be passed: what a step's options require of its arguments."""
+"""Whether a call passes `Variables`, and where: what a step's options require of its arguments.
+
+What serves such calls imports much, and is imported at the first of them.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec, Sharding
@@ -12,16 +16,34 @@ from stepcache import jaxcompat
 from stepcache.calls.carry import argument_of
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
-from stepcache.variables.variables import Variables
+from stepcache.variables.misuse import NoTree
+
+if TYPE_CHECKING:
+    from stepcache.variables.variables import Variables
+
+NOT_A_HIT: Any = object()
+"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
+
+No exception: JAX's dispatcher would never again serve such a call by itself.
+"""
+admitted = threading.local()
+"""Its `engine` is the one that this thread's call, in `ResidentCalls.run`, was given to."""
 
 
-def variables_of(tree: Any) -> Iterator[Variables]:
+def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether there are `Variables` among the arguments of a call."""
+    return NoTree._made and any(
+        isinstance(leaf, NoTree) for leaf in jax.tree_util.tree_leaves((args, kwargs))
+    )
+
+
+def variables_of(tree: Any) -> Iterator[Any]:
     """The `Variables` in an argument, in order."""
-    if isinstance(tree, Variables):
+    if isinstance(tree, NoTree):
         yield tree
     elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
         leaves = jax.tree_util.tree_leaves(tree)
-        yield from (leaf for leaf in leaves if isinstance(leaf, Variables))
+        yield from (leaf for leaf in leaves if isinstance(leaf, NoTree))
 
 
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:

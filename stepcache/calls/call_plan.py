@@ -21,8 +21,9 @@ from typing import Any
 
 from jax.tree_util import tree_leaves
 
+from stepcache.calls.bound_variables import NOT_A_HIT
 from stepcache.calls.over_buffers import Form
-from stepcache.calls.residence import NOT_A_HIT, Use, carried, comes_alone, put_back
+from stepcache.calls.residence import Use, carried, comes_alone, put_back
 from stepcache.calls.step_spec import StepSpec
 from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,8 +15,6 @@ from stepcache.calls.signature import Call, Leaf, Parameters, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError, DonationError
 from stepcache.sharding import is_in_type
-from stepcache.variables.packing import Packed
-from stepcache.variables.shares import HostLayout
 
 
 def check_carry(
@@ -49,7 +46,7 @@ def check_carry(
         pins += [_pin(leaf) for _, leaf in leaves]
         offset += after.num_leaves
     pins += [None] * (len(staged.out_avals) - offset)
-    hosted = _hosted(call)
+    hosted = spec.hosted(call)
     if not hosted:
         return pins
     staged.keep_arguments(hosted)
@@ -146,19 +143,6 @@ def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], 
         return args[positional.index(name)]
     except (ValueError, IndexError):
         return None
-
-
-def _hosted(call: Call) -> set[int]:
-    """The numbers of the leaves that are buffers of variables in host memory."""
-    numbers, found = itertools.count(), set()
-    nodes = jax.tree_util.tree_leaves(
-        (call.args, call.kwargs), is_leaf=lambda node: isinstance(node, Packed)
-    )
-    for node in nodes:
-        own = [next(numbers) for _ in jax.tree_util.tree_leaves(node)]
-        if isinstance(node, Packed) and isinstance(node.layout, HostLayout):
-            found.update(own)
-    return found
 
 
 def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:

@@ -11,14 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls.signature import Path
-from stepcache.distributed.peers import Peers
 from stepcache.errors import UnmatchedRuleWarning, warn
 from stepcache.sharding import Placer, devices_of, processes_of
 from stepcache.weak_objects import WeakObjects
+
+if TYPE_CHECKING:  # A single process has none.
+    from stepcache.distributed.peers import Peers
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False
@@ -27,7 +29,7 @@ recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
 _EXAMPLES = 3
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Scope:
     """What a session decides for the calls made in it."""
 

@@ -46,7 +46,7 @@ def identity(fun: Callable) -> Identity:
         return made
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Not frozen, which would take twice as long to make.
 class Key:
     """Everything that decides which program a call needs. Equal keys need the same program."""
 
@@ -61,7 +61,7 @@ class Key:
 
     def __post_init__(self):
         parts = (self.identity, self.signature, self.mesh, self.options, self.environment)
-        object.__setattr__(self, "_hash", hash(parts))
+        self._hash = hash(parts)
 
     def __hash__(self) -> int:
         return self._hash

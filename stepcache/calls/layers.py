@@ -8,8 +8,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepcache.origin import file_label, is_users_file
 
@@ -72,8 +71,7 @@ def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Making:
+class Making(NamedTuple):
     """Where the code of a step is, and how many steps of it have been made."""
 
     place: str = ""  # File and line of the function; empty where it has no code.

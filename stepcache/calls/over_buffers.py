@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -45,14 +46,24 @@ def is_stand_in(node: Any) -> bool:
 def over_buffers(spec: StepSpec) -> StepSpec:
     """The spec of a step whose arguments are buffers where they were `Variables`."""
     fun = _OverBuffers(spec.fun, spec.name, spec.parameters)
-    return dataclasses.replace(
-        spec,
+    return spec._replace(
         fun=fun,
         jitted=jaxcompat.jit(fun, **spec.options),
         identity=identity(fun),
         pads=(),
         tell=functools.partial(in_leaves, spec.parameters.carry),
+        hosted=_hosted,
     )
+
+
+def _hosted(call: Call) -> set[int]:
+    """The numbers of the leaves that are buffers of variables in host memory."""
+    numbers, found = itertools.count(), set()
+    for node in leaves_of((call.args, call.kwargs)):
+        own = [next(numbers) for _ in jax.tree_util.tree_leaves(node)]
+        if isinstance(node, Packed) and isinstance(node.layout, HostLayout):
+            found.update(own)
+    return found
 
 
 class _OverBuffers(OverStep):
@@ -124,17 +135,6 @@ def leaves_of(tree: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(tree, is_leaf=is_stand_in)
 
 
-def without_layouts(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
-    """The outputs with a tuple of buffers, which JAX makes sooner, in the place of each `Packed`.
-
-    So has `fast_path`: what JAX's dispatcher needs to serve the same call by itself, or None.
-    """
-    bare = mapped(lambda node: tuple(node.buffers) if isinstance(node, Packed) else node, outputs)
-    if fast_path is not None and bare is not outputs:
-        fast_path = jaxcompat.with_output_tree(fast_path, bare)
-    return bare, fast_path
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Form:
     """Where a call over buffers has which stand-ins, for a call that passes bare tuples.
@@ -158,6 +158,17 @@ class Form:
             pairs = zip(kinds, structure.flatten_up_to(holder[key]), strict=True)
             holder[key] = structure.unflatten(_opened(kind, given) for kind, given in pairs)
         return tuple(args), kwargs
+
+    @staticmethod
+    def closed(outputs: Any, fast_path: Any = None) -> tuple[Any, Any]:
+        """Outputs with a tuple of buffers, which JAX makes sooner, in the place of each `Packed`.
+
+        So has `fast_path`: what JAX's dispatcher needs to serve the same call by itself, or None.
+        """
+        bare = mapped(lambda x: tuple(x.buffers) if isinstance(x, Packed) else x, outputs)
+        if fast_path is not None and bare is not outputs:
+            fast_path = jaxcompat.with_output_tree(fast_path, bare)
+        return bare, fast_path
 
 
 _form_of = interned(Form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from stepcache import jaxcompat
+from stepcache.calls.context import Scope
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import PlacementError
@@ -222,3 +224,25 @@ def check_runnable(step: str, request: Request) -> None:
                 got=", ".join(sorted(str(device) for device in devices)[:4]),
                 hint="step.lower(...).compile() compiles for another topology if JAX can",
             )
+
+
+def check_budget(scope: Scope, step: str, request: Request | None, use: Any = None) -> None:
+    """Raises `TransferBudgetError` for a call that would move more than its session allows.
+
+    `request` is the call, as its program takes it; None if it is unknown. `use` is the `Use` of its
+    `Variables`; None if it passes none.
+    """
+    if scope.max_step_bytes is None:
+        return
+    from stepcache.variables.plan import check_bytes
+
+    needed: Counter[str] = Counter()
+    if request is not None:
+        call, held = request.call, use.buffer_paths() if use is not None else ()
+        rows = zip(call.leaves, call.signature.leaves, request.placed, request.asked, strict=True)
+        for path, row in zip(call.paths, rows, strict=True):
+            if path.slashed not in held:
+                needed[path.text] += moved_bytes(*row)
+    if use is not None:
+        needed.update(use.plan().bytes_by_transfer)
+    check_bytes(step, needed, scope.max_step_bytes)

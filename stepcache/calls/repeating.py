@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ def repeated(spec: StepSpec, count: int) -> StepSpec:
         raise refused("a step that pads cannot be repeated")
     fun = _Repeated(spec.fun, f"{spec.name}.repeat({count})", spec.parameters, count)
     made = StepSpec.of(fun, spec.options, spec.parameters.carry, spec.parameters.batch)
-    return dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, stacked=True))
+    return made._replace(parameters=made.parameters._replace(stacked=True))
 
 
 class _Repeated(OverStep):

@@ -6,7 +6,6 @@ back into the same `Variables`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,30 +18,18 @@ from stepcache.calls.bound_variables import variables_of
 from stepcache.calls.carry import argument_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.over_buffers import Again, mapped
-from stepcache.calls.placement import moved_bytes
-from stepcache.calls.step_spec import Request, StepSpec
-from stepcache.distributed.replicas import check_replicas, compare
+from stepcache.calls.step_spec import StepSpec
+from stepcache.distributed.peers import Peers
+from stepcache.distributed.replicas import Part, check_replicas, compare
 from stepcache.errors import VariablesError
 from stepcache.variables import transfer
-from stepcache.variables.describing import joined
+from stepcache.variables.checkpoint_items import locked
+from stepcache.variables.describing import joined, named_leaves
 from stepcache.variables.masters import Reader, Source
 from stepcache.variables.packing import Layout, Packed
-from stepcache.variables.plan import Plan, check_bytes
+from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
 from stepcache.variables.variables import Variables
-
-NOT_A_HIT: Any = object()
-"""What a plan gets from a call over buffers that has to enter Python: the usual way is to do that.
-
-No exception: JAX's dispatcher would never again serve such a call by itself.
-"""
-
-
-def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether there are `Variables` among the arguments of a call."""
-    return Variables._made and any(
-        isinstance(leaf, Variables) for leaf in jax.tree_util.tree_leaves((args, kwargs))
-    )
 
 
 class Use:
@@ -340,20 +327,16 @@ def comes_alone(outputs: Any, carry: Sequence[Any]) -> bool:
     return tree == jax.tree_util.tree_structure(outputs)
 
 
-def check_budget(scope: Scope, step: str, request: Request | None, use: Use | None = None) -> None:
-    """Raises `TransferBudgetError` for a call that would move more than its session allows.
+def check_tree(tree: Any, peers: Peers | None, about: str, *, summed: bool) -> None:
+    """Raises `AgreementError` if replicas of values in a tree differ, on devices or processes."""
+    with locked(jax.tree_util.tree_leaves(tree)):
+        check_replicas(lambda: _parts_of(tree), peers, about, summed=summed)
 
-    `request` is the call, as its program takes it; None if it is unknown.
-    """
-    if scope.max_step_bytes is None:
-        return
-    needed: Counter[str] = Counter()
-    if request is not None:
-        call, held = request.call, use.buffer_paths() if use is not None else ()
-        rows = zip(call.leaves, call.signature.leaves, request.placed, request.asked, strict=True)
-        for path, row in zip(call.paths, rows, strict=True):
-            if path.slashed not in held:
-                needed[path.text] += moved_bytes(*row)
-    if use is not None:
-        needed.update(use.plan().bytes_by_transfer)
-    check_bytes(step, needed, scope.max_step_bytes)
+
+def _parts_of(tree: Any) -> Iterator[Part]:
+    """Path and array of what is in a tree; the leaves of variables in the place of those."""
+    for path, leaf in named_leaves(tree)[0]:
+        if isinstance(leaf, Variables):
+            yield from leaf._parts_on_devices()
+        else:
+            yield path, leaf, None

@@ -61,7 +61,7 @@ class Static(NamedTuple):
     value: Hashable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Not frozen, which would take twice as long to make.
 class Signature:
     """The properties of a call that a program is specialized to."""
 
@@ -71,14 +71,13 @@ class Signature:
     _hash: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self):
-        object.__setattr__(self, "_hash", hash((self.tree, self.leaves, self.statics)))
+        self._hash = hash((self.tree, self.leaves, self.statics))
 
     def __hash__(self) -> int:
         return self._hash
 
 
-@dataclass(frozen=True)
-class Parameters:
+class Parameters(NamedTuple):
     """The parameters of a step's function, by name, and their roles."""
 
     positional: tuple[str, ...]  # Those that can be passed by position.
@@ -130,7 +129,7 @@ class Parameters:
         return f"{self.variadic or 'args'}[{position - len(self.positional)}]"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)  # As for `Signature`.
 class Call:
     """The arguments of one call."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, Sharding
@@ -22,8 +22,7 @@ def _as_it_is(call: Call) -> Call:
     return call
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class StepSpec:
+class StepSpec(NamedTuple):
     """The function of a step and its options, resolved."""
 
     fun: Callable  # The user's function.
@@ -37,6 +36,8 @@ class StepSpec:
     pads: tuple[Pad, ...] = ()
     # Gives a call with the leaves that its caller knows, where the program has others.
     tell: Callable[[Call], Call] = _as_it_is
+    # Gives the numbers of the leaves that are buffers of `Variables` in host memory.
+    hosted: Callable[[Call], set[int]] = lambda call: set()
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ def _hashable(value: Any) -> Hashable:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)  # Not frozen, which would take twice as long to make.
 class Request:
     """A call with what it needs: read, placed and keyed."""
 

@@ -50,7 +50,7 @@ def doctor(directory: Path, max_bytes: int, round_trip: bool) -> Result:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(arguments: tuple[str, ...]) -> None:
     """Runs a JAX program as it is, with all that it compiles cached."""
-    run_program(arguments)
+    run_program(list(arguments))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

@@ -29,23 +29,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from stepcache._process_hooks import quick_switching
 from stepcache.distributed import hang_report, service_calls
 from stepcache.distributed.global_arrays import pending_ranks
-from stepcache.distributed.hang_report import Movement, Row, table
+from stepcache.distributed.hang_report import Movement, OnHang, Row, table
 from stepcache.distributed.loss import Loss
 from stepcache.distributed.pod_events import ANSWER_SECONDS, ENDED, PodEvents
 from stepcache.errors import AgreementError, RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
-
-HANG_SECONDS = 60.0
-"""After how long without progress all ranks log where they are, by default."""
-OnHang = Literal["warn", "error"]
 
 _LOOK_SECONDS = 1.0
 _STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for other processes.

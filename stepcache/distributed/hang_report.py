@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from stepcache.units import readable_ranks
+
+AGREE_SECONDS = 60.0
+"""How long to wait, by default, for a process that does not take part in an agreement round."""
+HANG_SECONDS = 60.0
+"""After how long without progress all ranks log where they are, by default."""
+OnHang = Literal["warn", "error"]
 
 _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only waits.
 _EXPRESSION_LENGTH = 50
@@ -30,7 +36,7 @@ _OTHER_WAITS = frozenset(
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CallCount:
     """Counts the calls of one step that Python sees."""
 

@@ -13,12 +13,10 @@ from typing import TypeVar
 import jax
 
 from stepcache.distributed.agreement import SAME_CALLS, Round
-from stepcache.distributed.failure_detection import HANG_SECONDS, OnHang, Watch
+from stepcache.distributed.failure_detection import Watch
+from stepcache.distributed.hang_report import AGREE_SECONDS, HANG_SECONDS, OnHang
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.jaxcompat import coordination
-
-AGREE_SECONDS = 60.0
-"""How long to wait, by default, for a process that does not take part in an agreement round."""
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ if CAN_STORE:
     _BINDS_CALLBACKS = "host_callbacks" in inspect.signature(get_executable_and_time).parameters
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Compilation:
     """What JAX is about to have XLA compile."""
 

@@ -5,7 +5,6 @@ Paths may hold bytes that are no text; they travel as Python's surrogates.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -30,9 +29,9 @@ def unpack(packed: bytes) -> Any:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether plain data, or a dataclass of it, is of an annotated kind.
+    """Whether plain data, or a record of it, is of an annotated kind.
 
-    That is a plain type, a dataclass, or a generic type of these. `tuple[str, int]` stands for a
+    That is a plain type, a record, or a generic type of these. `tuple[str, int]` stands for a
     list of a text and a number, as tuples are unpacked; an int fits a float.
     """
     return _check_of(kind)(value)
@@ -43,7 +42,7 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
     """What `fits` does for one kind: made once, as messages are checked one by one."""
     if kind is Any:
         return lambda value: True
-    if dataclasses.is_dataclass(kind):
+    if hasattr(kind, "__match_args__"):  # A record.
         fields = [(name, _check_of(each)) for name, each in get_type_hints(kind).items()]
         return lambda value: (
             type(value) is kind and all(check(getattr(value, name)) for name, check in fields)
@@ -71,15 +70,15 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
 
 
 def record_of(kind: type[T], found: Any) -> T:
-    """Makes a record, a dataclass, of a decoded JSON object. Fields that are unknown are left out.
+    """Makes a record, a dataclass or a named tuple, of a decoded JSON object.
 
+    Fields that are unknown are left out.
     Raises `ValueError` if it is no object, a field is missing, or one has another type.
     """
     if not isinstance(found, dict):
         raise ValueError("no object")
-    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     try:
-        record = kind(**{name: found[name] for name in names if name in found})
+        record = kind(**{name: found[name] for name in kind.__match_args__ if name in found})  # type: ignore[attr-defined]
     except TypeError as error:
         raise ValueError(str(error)) from None
     if not fits(record, kind) or not _are_bounded(fields_of(record)):
@@ -95,5 +94,5 @@ def _are_bounded(value: Any) -> bool:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass. `asdict` would copy, and by recursion, what may be large."""
-    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    """The fields of a record. `asdict` would copy, and by recursion, what may be large."""
+    return {name: getattr(record, name) for name in record.__match_args__}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # Few processes trust a KEY.
     from stepcache.programs.trust import Release
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """An executable and what is needed to call it, of this process's own lowering."""
 
@@ -63,7 +63,7 @@ class Program:
         return sum(len(module.as_serialized_hlo_module_proto()) for module in modules)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Stopwatch:
     """Times the stages of one build; calls `entered` with the name of each as it begins."""
 

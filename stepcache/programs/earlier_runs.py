@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,7 +21,6 @@ from stepcache.calls.signature import Leaf, Path, short_type, shorten
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
 from stepcache.origin import file_label, is_users_file
-from stepcache.programs.module_difference import difference
 from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore
 
@@ -31,8 +30,7 @@ _UNSEEN = "another, by what its text does not show, such as a large captured arr
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Described:
+class Described(NamedTuple):
     """A call of a step, as any process can compare it."""
 
     label: str  # The step, by its file and name.
@@ -151,6 +149,8 @@ def compared_with_earlier_run(
         return dataclasses.replace(miss, reason="gone from disk") if is_first else miss
     else:
         changes, more = differences(store.predictions.environment(row), described.environment), 0
+        from stepcache.programs.module_difference import difference  # Which few runs need.
+
         before = store.module_of(row.program)
         found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:

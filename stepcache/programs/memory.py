@@ -37,7 +37,7 @@ class Owner(Protocol):
         """
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Held:
     """A program in the memory."""
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
-from stepcache.calls.global_arguments import compare_call_values
 from stepcache.calls.key import Key
 from stepcache.calls.layers import step_label
 from stepcache.calls.nnx_modules import warn_of_carried_module
@@ -226,6 +225,8 @@ class Resolver:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
+                from stepcache.programs.pods.host_values import compare_call_values
+
                 compare_call_values(self._spec.name, request, peers)
             self._not_compared.discard(request.key)
 
@@ -258,7 +259,7 @@ class Resolver:
                 (settling := self._unsettled.pop()).store.worker.submit(settling)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class _Settling:
     """Stores a program, notes it for the next run, and logs its miss; in the store's worker.
 

@@ -62,7 +62,7 @@ def _no_matter_of_the_step(what: str, instead: Any = None) -> Callable[[Method],
     return guarded
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Publication:
     """A program that was compiled here, on its way to the disk."""
 
@@ -73,7 +73,7 @@ class Publication:
     captured: tuple[Captured, ...] = ()
     # The lock until it is stored: other processes wait for it.
     building: Building = field(default_factory=Building)
-    data: bytes = field(default=b"", repr=False)  # Serialized, where that was needed before.
+    data: bytes = b""  # Serialized, where that was needed before.
 
 
 class ProgramStore:

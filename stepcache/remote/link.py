@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepcache.distributed.failure_detection import OnHang
+from stepcache.distributed.hang_report import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.link.processes import Process
 from stepcache.remote.local_tasks import address

@@ -23,7 +23,7 @@ _log = logging.getLogger("stepcache")
 _LOOK_SECONDS = 0.1
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Running:
     step: str
     stage: str
@@ -33,7 +33,7 @@ class _Running:
     progress: Progress | None = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class BuildProgress:
     """A subscriber of the recorder that shows long builds."""
 

@@ -21,7 +21,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +316,7 @@ class DiskStore:
         for found in self._found(kind):
             info = self._examine(found.kind, found.digest, whole=whole, refuse=whole)
             if info is not None:
-                yield replace(info, payload=b"")
+                yield info._replace(payload=b"")
 
     def holds(self, kind: str, digest: str) -> bool:
         """Whether there is an entry of a name, whatever its worth."""

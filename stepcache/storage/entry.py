@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import struct
 import zlib
-from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from stepcache.errors import OptionError
@@ -34,8 +33,7 @@ class DamagedEntryError(Exception):
     """The bytes are not an entry as it was stored; the text says why. Users never see it raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What an entry says of itself. The file holds these fields by their names."""
 
     kind: str  # What sort of thing is stored.
@@ -46,8 +44,7 @@ class Header:
     about: dict[Any, Any]  # What the one who stored it had to say.
 
 
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
+class EntryInfo(NamedTuple):
     """A stored entry, for its users. If it is damaged, header and `created_time` are None."""
 
     kind: str  # What sort of thing it is.
@@ -57,7 +54,7 @@ class EntryInfo:
     created_time: float | None  # When it was stored, in seconds since the epoch.
     used_time: float  # When it was last used before, likewise, to the minute.
     problem: str | None = None  # What is wrong with it.
-    payload: bytes = field(default=b"", repr=False)  # Empty if it is damaged, or only listed.
+    payload: bytes = b""  # Empty if it is damaged, or only listed.
 
 
 class Refusal(NamedTuple):

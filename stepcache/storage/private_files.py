@@ -11,8 +11,6 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-import platformdirs
-
 from stepcache.errors import CacheDirectoryError, refuse_url
 from stepcache.storage.entry import KEY_BYTES
 
@@ -30,6 +28,8 @@ def default_directory() -> Path | None:
         return None
     if asked:
         return absolute(asked, "STEPCACHE_DIR")
+    import platformdirs  # Takes long, and is not needed where STEPCACHE_DIR is set.
+
     try:
         return absolute(platformdirs.user_cache_path("stepcache"), "the user's cache directory")
     except RuntimeError:

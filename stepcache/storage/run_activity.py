@@ -28,7 +28,7 @@ _OTHERS = "(others)"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Series:
     """What one step, or one object, moved over one link."""
 
@@ -40,7 +40,7 @@ class Series:
     buckets: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """Variables, or a table."""
 
@@ -53,7 +53,7 @@ class Held:
     hits: int = 0  # Those of them that a copy served.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Activity:
     """What a process has moved, and what it held."""
 

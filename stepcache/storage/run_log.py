@@ -33,7 +33,7 @@ import_seconds = 0.0
 """What importing stepcache took, and JAX with it if it was the first to ask for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One thing that happened to a program."""
 

@@ -1,11 +1,13 @@
-"""Errors for `Variables` that are used as an array, or as their tree."""
+"""Errors for `Variables` used as an array, or as their tree. Imports little: each step needs it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from stepcache.errors import VariablesError
-from stepcache.variables.policy import Placement, Read, Write
+
+if TYPE_CHECKING:
+    from stepcache.variables.policy import Placement, Read, Write
 
 _NO_TREE = "variables are not an array, nor a tree of arrays"
 _USE_VALUE = (
@@ -28,6 +30,7 @@ class NoTree:
     placement: Placement
     read: Read
     write: Write
+    _made = False  # Whether this process has made any yet.
     # What a trace can read of them, as `.value` raises there: a program depends on no more.
     _trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
 

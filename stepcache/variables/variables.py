@@ -85,8 +85,6 @@ class Variables(NoTree, Savable, Holder):
         PlacementError: a leaf cannot be placed as asked.
     """
 
-    _made = False  # Whether this process has made any yet.
-
     def __init__(
         self,
         tree: Any,
@@ -117,7 +115,7 @@ class Variables(NoTree, Savable, Holder):
     def _set_up(
         self, placement: Placement, read: Read, write: Write, name: str | None, pack: bool
     ) -> None:
-        Variables._made = True
+        NoTree._made = True
         self._number = next(_numbers)
         own = {"name": name or f"variables{self._number}", "placement": placement}
         vars(self).update(own, read=read, write=write)

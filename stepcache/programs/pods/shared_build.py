@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepcache import jaxcompat
-from stepcache.calls.global_arguments import replicated_host_values
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in
 from stepcache.distributed.peers import Peers
@@ -26,6 +25,7 @@ from stepcache.origin import file_label, is_users_file
 from stepcache.programs.build import Program, Stopwatch, build
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
+from stepcache.programs.pods.host_values import replicated_host_values
 from stepcache.programs.pods.reports import (
     CallDecision,
     CallReport,
