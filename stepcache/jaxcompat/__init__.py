@@ -69,6 +69,5 @@ from stepcache.jaxcompat.stages import (
     make_dispatcher,
     recommitted,
     unhide_methods,
-    weakly_typed,
     with_output_tree,
 )

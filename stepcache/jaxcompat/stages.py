@@ -22,7 +22,6 @@ if PRIVATE_API:
     from jax._src import api_util, core, dispatch, dtypes, pjit, stages, traceback_util, tree_util
     from jax._src import config as jax_config
     from jax._src.interpreters import mlir, partial_eval, pxla
-    from jax._src.lax.lax import _convert_element_type
     from jax._src.util import test_event
     from jaxlib import _jax  # type: ignore[attr-defined]
 
@@ -183,11 +182,6 @@ def recommitted(outputs: Any, fast_path: Any, *, is_committed: bool) -> tuple[An
     return outputs, fast_path
 
 
-def weakly_typed(x: Any) -> Any:
-    """An array that is traced, weakly typed as Python's numbers are."""
-    return _convert_element_type(x, x.dtype, weak_type=True)
-
-
 def with_output_tree(fast_path: Any, outputs: Any) -> Any:
     """What the dispatcher needs to return the same arrays in the tree of `outputs`."""
     # The dispatcher's trees have random keys as nodes, whose leaves are their data.
@@ -342,29 +336,22 @@ class Staged:
             about = (name, error.args[0], types, "jit", names)
             raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
 
-    def commits_outputs(self) -> bool:
-        """Whether something in the step names devices, so that its outputs are committed."""
-        jaxpr, params = getattr(self.jaxpr, "jaxpr", self.jaxpr), self._params
-        named = [shardings for shardings, _ in dispatch.get_intermediate_shardings(jaxpr)]
-        named += [*params["in_shardings"], *params["out_shardings"]]
-        is_named = any(isinstance(each, Sharding) for each in named)
-        return (
-            is_named or not params["ctx_mesh"].empty or bool(pxla.jaxpr_transfer_mem_kinds(jaxpr))
-        )
+    @property
+    def is_committed(self) -> bool:
+        """Whether the outputs of what was lowered are committed to their devices."""
+        return self.lowered.compile_args["committed"]
 
-    def exported(self, name: str, shardings: Sequence[Sharding | None]) -> bytes:
-        """The trace as `jax.export` serializes it: over flat arguments, which have `shardings`."""
+    def exported(self, name: str) -> bytes:
+        """The trace as `jax.export` serializes it, over flat arguments."""
         from jax import export  # It takes long to import.
 
         def step(*leaves: Any) -> Any:
             return core.jaxpr_as_fun(self.jaxpr)(*leaves)
 
         step.__name__ = name  # As profiles show it.
-        given = zip(self.jaxpr.in_avals, shardings, strict=True)
-        stand_ins = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in given]
         # For this very version of JAX: its operations are lowered as `jax.jit` does it.
         with jax_config.export_ignore_forward_compatibility(True):
-            return bytes(export.export(_jit(step))(*stand_ins).serialize())
+            return bytes(export.export(_jit(step))(*self._leaves).serialize())
 
     def module_text(self) -> Callable[[], str]:
         """Gives what was lowered as text with locations, but for large arrays that it captured.

@@ -14,7 +14,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.tree_util import keystr
@@ -31,9 +31,6 @@ from stepcache.events import Captured
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
 from stepcache.programs.worker import tracing
 from stepcache.storage.building import Building
-
-if TYPE_CHECKING:  # Few processes trust a KEY.
-    from stepcache.programs.trust import Release
 
 
 @dataclass(eq=False, repr=False)
@@ -104,7 +101,7 @@ def build(
     store: ProgramStore | None,
     before_compiling: Callable[[Callable[[], str], str], None],
     together: Any = None,
-    release: Release | None = None,
+    release: Any = None,
 ) -> tuple[Program, Publication]:
     """Builds the program of a call; returns it, and what is needed to store it.
 
@@ -118,7 +115,7 @@ def build(
         before_compiling: called when XLA has to compile, with what gives the lowered module as
             text, and the digest; it may raise.
         together: the `Together` of this process where those of a pod build the program together.
-        release: what a KEY says of the call, where there is one.
+        release: the `Release` of the call, where a KEY may vouch for it.
 
     Raises:
         NotHoldable: the program captured mutable state, so that only `jax.jit` can run it.
@@ -156,7 +153,7 @@ def build(
                 while_tracing.use(tracing)
                 while_tracing.use(rare_collections)
                 with stage("trace"):
-                    trace_it = trace if release is None else functools.partial(release.trace, trace)
+                    trace_it = functools.partial(release.trace, trace) if release else trace
                     staged = trace_it(spec, request)
                 if not staged.can_be_held():
                     raise NotHoldable

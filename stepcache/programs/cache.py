@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
@@ -34,11 +34,8 @@ from stepcache.programs.opening import (
 from stepcache.programs.store import ProgramStore
 from stepcache.weak_objects import WeakObjects
 
-if TYPE_CHECKING:  # Few processes trust a KEY.
-    from stepcache.programs.trust import Trust
-
 _numbers = itertools.count(1)
-_TRUST, _PROVE_EVERY, _PROVED_EVERY = "STEPCACHE_TRUST", "STEPCACHE_PROVE_EVERY", 20
+_TRUST, _PROVE_EVERY = "STEPCACHE_TRUST", "STEPCACHE_PROVE_EVERY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class ProgramCache:
             traced in its first start, and run their exports in later ones. By default
             `STEPCACHE_TRUST`; "off" traces. docs/restarts.md says what a wrong KEY does.
         prove_every: so often, in starts, steps are traced nevertheless, and compared with what the
-            KEY's first start traced. By default `STEPCACHE_PROVE_EVERY`, or 20.
+            KEY's first start traced. `STEPCACHE_PROVE_EVERY` comes before it.
 
     Raises:
         OptionError: a limit that is not positive, a `min_build_seconds` that is not a number, a
@@ -100,7 +97,7 @@ class ProgramCache:
         min_build_seconds: float = 0.0,
         remote: str | None = None,
         trust: str | None = None,
-        prove_every: int | None = None,
+        prove_every: int = 20,
         **gone: Any,
     ):
         for name in gone:
@@ -108,8 +105,8 @@ class ProgramCache:
                 raise OptionError(f"ProgramCache has no option {name!r}", where="ProgramCache")
             what = f"{name} is gone: each program is traced before it runs, so nothing is to verify"
             raise OptionError(what, where="ProgramCache", hint=f"leave out {name}")
-        bounds = ("max_bytes", max_bytes), ("max_memory_programs", max_memory_programs)
-        for name, bound in bounds:
+        bounds = {"max_bytes": max_bytes, "max_memory_programs": max_memory_programs}
+        for name, bound in (bounds | {"prove_every": prove_every}).items():
             if bound is not None and not (isinstance(bound, Real) and float(bound) >= 1):
                 what, got = f"{name} must be a positive number", repr(bound)
                 raise OptionError(what, where="ProgramCache", got=got)
@@ -122,10 +119,10 @@ class ProgramCache:
                 raise OptionError(what, where="ProgramCache(directory=None)", got=got)
         if not isinstance(trust, str | None):
             raise OptionError("trust is a text", where="ProgramCache", got=repr(trust))
-        if prove_every is not None:
-            _starts(prove_every, "ProgramCache(prove_every)")
         self._trust, self._prove_every = trust, prove_every
-        self.trusted: Trust | None = None  # Once it is open, where a KEY vouches for steps.
+        self.trusted: Any = (
+            None  # A `Trust`, once the store is open, where a KEY vouches for steps.
+        )
         self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(*self._bounds)
@@ -155,10 +152,12 @@ class ProgramCache:
             with self._opening:
                 if not self._is_open:
                     if (store := self._open()) is not None and self.trust:
-                        from stepcache.programs.trust import Trust
+                        from stepcache.programs.trust import Trust  # Few processes do.
 
-                        every = self._prove_every or os.environ.get(_PROVE_EVERY) or _PROVED_EVERY
-                        self.trusted = Trust(self.trust, _starts(every, _PROVE_EVERY), store)
+                        starts = os.environ.get(_PROVE_EVERY) or str(self._prove_every)
+                        if not starts.isdecimal() or int(starts) < 1:
+                            raise OptionError("It is a number of starts", where=_PROVE_EVERY)
+                        self.trusted = Trust(self.trust, int(starts), store)
                     self._store, self._is_open = store, True
         return self._store
 
@@ -290,13 +289,6 @@ class ProgramCache:
     def __repr__(self) -> str:
         info = self.info()
         return f"ProgramCache({info.programs} of at most {info.max_memory_programs} programs)"
-
-
-def _starts(given: Any, where: str) -> int:
-    """A number of starts. Raises `OptionError` for anything else."""
-    if str(given).isdecimal() and int(given) >= 1:
-        return int(given)
-    raise OptionError("prove_every is a number of starts", where=where, got=repr(given))
 
 
 def _tell_lost(dropped: Iterable[Held], reason: str) -> None:

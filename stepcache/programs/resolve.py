@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
@@ -45,9 +45,6 @@ from stepcache.programs.earlier_runs import (
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.store import ProgramStore, Publication
 from stepcache.units import readable_bytes
-
-if TYPE_CHECKING:  # Few processes trust a KEY.
-    from stepcache.programs.trust import Release
 
 _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
@@ -160,8 +157,9 @@ class Resolver:
                 settling = _Settling(*about, store, described, final, publication, release)
                 self._unsettled.append(settling)
             about = complete(miss), final, own_seconds, remote_bytes
-            is_trusted = release is not None and release.since is not None
-            self._record(build_id, request, program, *about, is_trusted)
+            self._record(build_id, request, program, *about)
+            if release is not None and release.since is not None:  # It was not the step's trace.
+                self._miss_log.count(traces=-1, trusted=1)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
@@ -192,19 +190,16 @@ class Resolver:
         final: Callable[[], Miss],
         own_seconds: float,
         remote_bytes: int | None,
-        is_trusted: bool = False,
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
         `final` gives the miss as compared with earlier runs, `own_seconds` are those of the call
         apart from the stages, `remote_bytes` the size of what came from the shared cache.
-        `is_trusted` says that the step was not traced.
         """
         name, seconds = self._spec.name, program.seconds
         is_compiled = program.source == "compiled"
         self._miss_log.add(request, miss, final)
-        counts = {"traces": not is_trusted, "trusted": is_trusted, "lowers": 1}
-        counts |= {"compiles": is_compiled, "loads": not is_compiled}
+        counts = {"traces": 1, "lowers": 1, "compiles": is_compiled, "loads": not is_compiled}
         times = {f"{stage}_seconds": value for stage, value in seconds.items()}
         if remote_bytes is not None:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
@@ -276,7 +271,7 @@ class _Settling:
     described: Callable[[], Described]
     miss: _Once
     publication: Publication
-    release: Release | None = None
+    release: Any = None  # As given to `build`.
 
     def __call__(self) -> None:
         store, publication, why_not = self.store, self.publication, self.why_not

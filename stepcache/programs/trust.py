@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax import export
+from jax import export, lax
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten, treedef_children
 
 from stepcache import jaxcompat
@@ -64,7 +64,9 @@ class Export(NamedTuple):
             leaves = [x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in given]
             outputs = list(exported.call(*leaves))
             for number in self.weak:
-                outputs[number] = jaxcompat.weakly_typed(outputs[number])
+                x = outputs[number]
+                weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}
+                outputs[number] = lax.convert_element_type_p.bind(x, **weakly)
             return _rebuilt(self.outputs, iter(outputs), trees)
 
         return run
@@ -138,7 +140,7 @@ class Trust:
     def distrust(self, name: str, label: str, why: str) -> None:
         """Has a step traced in each start from now on, until the entry that says so is removed."""
         self._distrusted[name] = why
-        self.publish(_marker_of(name), {"label": label, "distrusted": why})
+        self.publish(_marker_of(name), {"label": label, "distrusted": why, "export": name})
 
     def publish(self, name: str, about: dict[str, str], payload: bytes = b"") -> None:
         """Stores an entry, here and in the shared cache."""
@@ -267,12 +269,10 @@ def _exported(spec: StepSpec, request: Request, staged: jaxcompat.Staged) -> Exp
         raise _NotExportable(f"it captures {readable_bytes(captured)} of arrays by closure")
     outputs = _form(staged.out_tree, _trees_of(request.call))
     weak = [number for number, aval in enumerate(staged.out_avals) if aval.weak_type]
-    leaves = request.key.signature.leaves if request.commits else request.leaves
-    shardings = [leaf.sharding for leaf in leaves]
-    is_committed = staged.commits_outputs() or any(shardings)
     with jaxcompat.tracing_context(request.mesh):
-        data = staged.exported(spec.name, shardings)
-    return Export("", time.time(), outputs, weak, is_committed, data)
+        staged.lower()
+        data = staged.exported(spec.name)
+    return Export("", time.time(), outputs, weak, staged.is_committed, data)
 
 
 def _form(tree: Any, arguments: Mapping[str, Any]) -> Any:

@@ -179,8 +179,10 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
         yield Check("entries", "fault", detail, "stepcache cache verify")
     else:
         yield Check("entries", "ok", f"{len(entries)}, no damaged header")
-    for each in (entry for entry in entries if entry.kind == "export" and entry.header):
-        since, why = readable_time(each.created_time), (each.header or {}).get("distrusted")
+    headers = {each.digest: each.header or {} for each in entries if each.kind == "export"}
+    distrusted = {header.get("export") for header in headers.values()}
+    for each in (each for each in entries if each.digest in headers.keys() - distrusted):
+        since, why = readable_time(each.created_time), headers[each.digest].get("distrusted")
         trusted = f"{label_of(each)}: {f'distrusted since {since}: {why}' if why else since}"
         yield Check("trust", "warning" if why else "ok", trusted, "give another KEY" if why else "")
     quarantine = directory / ROOT / "quarantine"

@@ -355,6 +355,7 @@ def test_a_directory_that_counts_no_starts_draws_them(directory, monkeypatch):
         {"trust": "k", "prove_every": 0},
         {"trust": "k", "prove_every": "often"},
         {"trust": "k", "directory": None},
+        {"prove_every": None, "trust": 1},
     ],
 )
 def test_options_that_cannot_be(tmp_path, options):
