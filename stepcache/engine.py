@@ -41,7 +41,6 @@ from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import caches_for
 from stepcache.programs.earlier_runs import compared_with_earlier_run, describe
 from stepcache.programs.miss_log import MissLog
-from stepcache.programs.prediction import Prediction
 from stepcache.programs.resolve import Resolver
 from stepcache.sharding import mesh_identity
 
@@ -265,25 +264,23 @@ class Engine:
                 self.miss_log.warned_of_batch = True
                 warn(advice, StepCacheWarning)
 
-    def foresee(
-        self, scope: Scope, request: Request
-    ) -> tuple[Miss, Prediction | None, float | None]:
-        """Why a call finds no program in memory, and what the last runs used for such a call.
+    def foresee(self, scope: Scope, request: Request) -> tuple[Miss, bool, float | None]:
+        """Why a call finds no program in memory, and what it would do.
 
-        Third, since when a KEY vouches for the step; None if it would be traced.
+        Whether the last runs used a program for such a call that is on disk; and since when a KEY
+        vouches for the step, None if it would be traced.
         """
         miss, store = self.miss_log.why(request), scope.cache.store()
         if store is None:
-            return miss, None, None
+            return miss, False, None
         shown = request.shown.paths, request.shown.signature.leaves
         described = describe(self.resolver.label, request.key, *shown)
         trusted = scope.cache.trusted
         since = trusted.release(described, request).since if trusted is not None else None
         prediction = store.predictions.find(described.label, described.signature)
         if prediction is not None:
-            is_there = store.disk.holds("program", prediction.program)
-            return miss, prediction if is_there else None, since
-        return compared_with_earlier_run(miss, store, described, "", lambda: ""), None, since
+            return miss, store.disk.holds("program", prediction.program), since
+        return compared_with_earlier_run(miss, store, described, "", lambda: ""), False, since
 
     def _find(self, scope: Scope, request: Request) -> Program | None:
         self._caches.add(scope.cache)

@@ -85,7 +85,8 @@ class ProgramCache:
     when its function is freed.
 
     A stored executable runs only after this process has traced and lowered the step to the very
-    module that it was compiled from, as with JAX's persistent cache.
+    module that it was compiled from, as with JAX's persistent cache; with `trust`, the step's
+    export.
     """
 
     def __init__(

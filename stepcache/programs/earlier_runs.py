@@ -149,10 +149,15 @@ def compared_with_earlier_run(
         return dataclasses.replace(miss, reason="gone from disk") if is_first else miss
     else:
         changes, more = differences(store.predictions.environment(row), described.environment), 0
-        from stepcache.programs.module_difference import difference  # Which few runs need.
+        from stepcache.programs.module_difference import ModuleDifference, difference  # For few.
 
         before = store.module_of(row.program)
-        found = difference(before, module(), is_users_file, file_label) if before else None
+        of_exports = ["@call_exported_" in text for text in (before, module())]
+        if before and len({*of_exports}) > 1:  # Their operations are not to be compared.
+            texts = ("its export, for a KEY" if each else "the step" for each in of_exports)
+            found = ModuleDifference((Change("code", "what is traced", *texts),))
+        else:
+            found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:
             changes, more = (*changes, *found.changes), found.more
         if not changes:

@@ -229,7 +229,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     if request.key in engine._not_holdable:
         return to_jax(delegated="the function captures what no cached program can hold")
     program = scope.cache.peek(request.key)
-    miss, prediction, since = engine.foresee(scope, request) if not program else (None,) * 3
+    foreseen = (None, False, None) if program else engine.foresee(scope, request)
+    miss, predicted, since = foreseen
     arguments = [*_arguments(parameters, request)]
     if use:
         held = use.buffer_paths()
@@ -244,7 +245,7 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         _statics(request),
         _by_stage(program.seconds if program else None),
         program.captured if program else (),
-        predicted=prediction is not None,
+        predicted=predicted,
         trusted_since=since,
         variables=tuple(use.told()) if use else (),
         variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,

@@ -134,6 +134,15 @@ def test_another_signature_setting_or_key_is_traced(directory):
     assert second.traces == 3
 
 
+def test_the_first_start_under_a_key_says_what_differs_from_runs_without(directory):
+    for key in ("off", "k", "off"):
+        start = Start(directory, key)
+        step = start.step(2.0 if key == "k" else 3.0)
+        start.call(step, X)
+        said = {"off": "", "k": "what is traced: the step → its export, for a KEY"}[key]
+        assert said in str(step.last_miss) and "call_exported" not in str(step.last_miss)
+
+
 def test_each_so_many_starts_are_traced(directory):
     traced = []
     for _ in range(7):
