@@ -48,12 +48,12 @@ FLOORS = {
 # Lines of `.py` that each wing has at most, of the files and folders that its name lists. Longest
 # prefix wins. A wing that is to become smaller yet may have what it had, and not a line more.
 SIZES = {
-    "__init__ __main__ install run_command _site step session": 1_130,
+    "__init__ __main__ install run_command _site step session": 1_140,
     "deployment cli modules nnx equinox": 2_844,
     "report": 2_605,
     "engine dispatcher resident_calls": 600,
     "serving remote": 11_156,
-    "programs": 2_700,
+    "programs": 3_084,
     "programs.pods": 808,
     "calls": 3_427,
     "variables": 4_226,

@@ -135,7 +135,7 @@ def test_programs_and_predictions_travel(url, tmp_path):
     first = entries_in(url, tmp_path, "first")
     first.begin()
     for digest in ("aa", "bb"):
-        first.upload_program(digest, {"label": digest}, digest.encode() * 99)
+        first.upload("program", digest, {"label": digest}, digest.encode() * 99)
     for payload in (b"aa", b"aa bb dd"):
         first.upload_prediction("cc", payload)
         first.flush()
@@ -156,7 +156,7 @@ def test_programs_and_predictions_travel(url, tmp_path):
 def test_what_waits_behind_others_is_fetched_first(url, tmp_path, monkeypatch):
     first, number = entries_in(url, tmp_path, "first"), 64
     for each in range(number):
-        first.upload_program(f"{each:02x}", {}, b"x")
+        first.upload("program", f"{each:02x}", {}, b"x")
     first.upload_prediction("cc", " ".join(f"{each:02x}" for each in range(number)).encode())
     first.flush()
     second, original, order = entries_in(url, tmp_path, "second"), ObjectStore.get, []
@@ -489,7 +489,7 @@ def test_other_objects_are_passed_over(bucket, server, tmp_path):
         server.put(f"{prefix}/{ROOT}{name}", b"?")
     assert Machine(bucket, tmp_path).run("first") == [LOADED]
     catalogue = Catalogue.read(ObjectStore(Place.of(bucket, "test")))
-    assert len(catalogue.programs) == len(catalogue.predictions) == 1
+    assert len(catalogue.of_kind("program")) == len(catalogue.of_kind("prediction")) == 1
 
 
 def test_threads_wait_for_the_same_requests(bucket, server, tmp_path):
