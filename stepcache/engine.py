@@ -276,7 +276,8 @@ class Engine:
         shown = request.shown.paths, request.shown.signature.leaves
         described = describe(self.resolver.label, request.key, *shown)
         trusted = scope.cache.trusted
-        since = trusted.release(described, request).since if trusted is not None else None
+        place = self.miss_log.making.place
+        since = trusted.release(described, request, place).since if trusted is not None else None
         prediction = store.predictions.find(described.label, described.signature)
         if prediction is not None:
             return miss, store.disk.holds("program", prediction.program), since

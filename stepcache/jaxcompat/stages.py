@@ -336,22 +336,28 @@ class Staged:
             about = (name, error.args[0], types, "jit", names)
             raise ValueError(stages._device_assignment_mismatch_error(*about)) from None
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether the outputs of what was lowered are committed to their devices."""
-        return self.lowered.compile_args["committed"]
+    def exported(self, name: str) -> tuple[bytes, list[int], bool]:
+        """What was lowered, as `jax.export` serializes it, over flat arguments.
 
-    def exported(self, name: str) -> bytes:
-        """The trace as `jax.export` serializes it, over flat arguments."""
+        Returns:
+            The bytes; the numbers of the arguments that it takes, as the others are not used; and
+            whether JAX commits the outputs to their devices.
+        """
         from jax import export  # It takes long to import.
 
+        about = self.lowered.compile_args
+        kept = sorted(about["kept_var_idx"])
+
         def step(*leaves: Any) -> Any:
-            return core.jaxpr_as_fun(self.jaxpr)(*leaves)
+            given = dict(zip(kept, leaves, strict=True))
+            return core.jaxpr_as_fun(self.jaxpr)(*map(given.get, range(len(self._leaves))))
 
         step.__name__ = name  # As profiles show it.
+        taken = [self._leaves[number] for number in kept]
         # For this very version of JAX: its operations are lowered as `jax.jit` does it.
         with jax_config.export_ignore_forward_compatibility(True):
-            return bytes(export.export(_jit(step))(*self._leaves).serialize())
+            data = bytes(export.export(_jit(step))(*taken).serialize())
+        return data, kept, about["committed"]
 
     def module_text(self) -> Callable[[], str]:
         """Gives what was lowered as text with locations, but for large arrays that it captured.

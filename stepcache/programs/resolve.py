@@ -114,7 +114,8 @@ class Resolver:
                     self.judge(scope, miss, lambda: explained(module, digest))
 
             peers, trust = scope.together(request.ranks), scope.cache.trusted
-            release = trust.release(described(), request) if trust else None
+            place = self._miss_log.making.place
+            release = trust.release(described(), request, place) if trust else None
             if peers is None:
                 held = scope.cache.executable
                 arguments = self._spec, request, stopwatch, held, store, before_compiling
@@ -132,7 +133,6 @@ class Resolver:
             call_seconds = time.perf_counter() - started
             own_seconds = call_seconds - sum(stopwatch.seconds.values())
             program, settled = self._settled(request, program)
-            place = self._miss_log.making.place
             remade = advice_on_remaking(place, self._spec.fun) if place and miss.number == 1 else ""
             remote = store.remote if store is not None and program.source != "compiled" else None
             remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None

@@ -49,8 +49,9 @@ class Export(NamedTuple):
     time: float  # When the step was traced, in seconds since the epoch.
     outputs: Any  # The form of its outputs, as `_form` gives it.
     weak: list[int]  # The numbers of the outputs that are weakly typed.
-    is_committed: bool  # Whether its outputs are; those of a call of an export always are.
     data: bytes  # Of `jax.export`.
+    kept: list[int]  # The numbers of the leaves that it takes.
+    is_committed: bool  # Whether its outputs are; those of a call of an export always are.
 
     def function(self, spec: StepSpec, call: Call) -> Callable:
         """What is traced in the place of the step's function, for calls such as this one."""
@@ -59,10 +60,12 @@ class Export(NamedTuple):
         @functools.wraps(spec.fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             dynamic = tuple(args[n] for n in call.positions), {n: kwargs[n] for n in call.kwargs}
+            leaves = tree_leaves(dynamic)
             # A weakly typed carry is traced twice, and what it has first is thrown away.
-            given = zip(tree_leaves(dynamic), exported.in_avals, strict=True)
-            leaves = [x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in given]
-            outputs = list(exported.call(*leaves))
+            given = (
+                (leaves[n], x.dtype) for n, x in zip(self.kept, exported.in_avals, strict=True)
+            )
+            outputs = list(exported.call(*(x if x.dtype == t else x.astype(t) for x, t in given)))
             for number in self.weak:
                 x = outputs[number]
                 weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}
@@ -86,27 +89,26 @@ class Trust:
         # By the name of an export: the call that it is for, and the digest of its program.
         self.programs: dict[str, tuple[Key, str]] = {}
         self._distrusted: dict[str, str] = {}  # Why.
+        self.is_due = self._count_start() % prove_every == 0  # Whether this start traces.
 
-    @functools.cached_property
-    def is_due(self) -> bool:
-        """Whether this start is one that traces. It is counted when this is asked first."""
+    def _count_start(self) -> int:
+        """The number of this start in the directory."""
         starts = self.store.disk.root / "starts"
         try:
             starts.mkdir(mode=0o700, exist_ok=True)
             name = hashlib.sha256(self.key.encode("utf-8", "surrogatepass")).hexdigest()
             with (starts / name).open("ab", buffering=0) as file:  # Others may append as well.
                 file.write(b".")
-                number = os.fstat(file.fileno()).st_size
-        except OSError:  # A directory that cannot be written counts no starts.
-            number = random.randrange(self._prove_every)
-        return number % self._prove_every == 0
+                return os.fstat(file.fileno()).st_size
+        except OSError:  # A directory that cannot be written counts none.
+            return random.randrange(self._prove_every)
 
-    def release(self, described: Described, request: Request) -> Release:
-        """What the KEY says of a call that is not in memory."""
+    def release(self, described: Described, request: Request, place: str) -> Release:
+        """What the KEY says of a call that is not in memory; `place` is that of the function."""
         signature = request.key.signature
         facts = described.call | {
             "KEY": self.key,
-            "label": described.label,
+            "label": f"{described.label} at {place}",
             "environment": digest_of(described.environment),
             "tree": _ADDRESS.sub("", str(signature.tree)),
             "statics": _ADDRESS.sub("", repr(signature.statics)),
@@ -122,7 +124,8 @@ class Trust:
             return None
         try:
             found = Export(*plain.unpack(entry.payload))
-            if tuple(map(type, found)) != (str, float, type(found.outputs), list, bool, bytes):
+            kinds = str, float, type(found.outputs), list, bytes, list, bool
+            if tuple(map(type, found)) != kinds:
                 raise ValueError("a field has another type")
             return found
         except (TypeError, ValueError) as error:
@@ -226,6 +229,8 @@ class Release:
         if self._is_first and not of_first:
             trust.programs[self._name] = key, digest
         expected = known.program if known is not None else of_first
+        if not (known or self._made):
+            return  # It cannot be exported.
         if self.since or expected in ("", digest) or trust.why_distrusted(self._name):
             return
         self._made = None  # It is not to be stored.
@@ -271,8 +276,7 @@ def _exported(spec: StepSpec, request: Request, staged: jaxcompat.Staged) -> Exp
     weak = [number for number, aval in enumerate(staged.out_avals) if aval.weak_type]
     with jaxcompat.tracing_context(request.mesh):
         staged.lower()
-        data = staged.exported(spec.name)
-    return Export("", time.time(), outputs, weak, staged.is_committed, data)
+        return Export("", time.time(), outputs, weak, *staged.exported(spec.name))
 
 
 def _form(tree: Any, arguments: Mapping[str, Any]) -> Any:
