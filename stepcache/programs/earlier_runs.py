@@ -154,8 +154,8 @@ def compared_with_earlier_run(
         before = store.module_of(row.program)
         of_exports = ["@call_exported_" in text for text in (before, module())]
         if before and len({*of_exports}) > 1:  # Their operations are not to be compared.
-            texts = ("its export, for a KEY" if each else "the step" for each in of_exports)
-            found = ModuleDifference((Change("code", "what is traced", *texts),))
+            old, new = ("its export, for a KEY" if each else "the step" for each in of_exports)
+            found = ModuleDifference((Change("code", "what is traced", old, new),))
         else:
             found = difference(before, module(), is_users_file, file_label) if before else None
         if found is not None:

@@ -62,10 +62,9 @@ class Export(NamedTuple):
             dynamic = tuple(args[n] for n in call.positions), {n: kwargs[n] for n in call.kwargs}
             leaves = tree_leaves(dynamic)
             # A weakly typed carry is traced twice, and what it has first is thrown away.
-            given = (
-                (leaves[n], x.dtype) for n, x in zip(self.kept, exported.in_avals, strict=True)
-            )
-            outputs = list(exported.call(*(x if x.dtype == t else x.astype(t) for x, t in given)))
+            given = zip([leaves[n] for n in self.kept], exported.in_avals, strict=True)
+            leaves = [x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in given]
+            outputs = list(exported.call(*leaves))
             for number in self.weak:
                 x = outputs[number]
                 weakly = {"new_dtype": x.dtype, "weak_type": True, "sharding": None}

@@ -71,10 +71,13 @@ class Start:
     def __init__(self, directory, key="k", prove_every=20, **options):
         self.cache = sc.ProgramCache(directory, trust=key, prove_every=prove_every, **options)
         self.traces = 0
+        self.calls_back = False
 
     def step(self, factor=2.0, **options):
         def scale(x):
             self.traces += 1
+            if self.calls_back:
+                jax.debug.callback(lambda x: None, x)
             return {"scaled": jnp.tanh(x) * factor, "nothing": None}
 
         return sc.step(scale, **options)
@@ -185,13 +188,9 @@ def test_a_step_that_can_no_longer_be_exported_is_stale(directory):
     first, proof = Start(directory), Start(directory, prove_every=1)
     first.call(first.step(), X)
 
-    def scale(x):
-        jax.debug.callback(lambda x: None, x)
-        return {"scaled": jnp.tanh(x) * 2.0, "nothing": None}
-
-    scale.__qualname__ = first.step().__wrapped__.__qualname__
+    proof.calls_back = True
     with pytest.raises(sc.StaleProgramError):
-        proof.call(sc.step(scale), X)
+        proof.call(proof.step(), X)
 
 
 def test_steps_that_look_the_same_and_are_not_are_traced(directory):
@@ -268,6 +267,27 @@ def test_trees_of_arguments_come_back_whatever_their_classes(directory):
         assert type(out["pair"]) is Pair and out["more"][3][1] == ()
         np.testing.assert_array_equal(out["pair"].a, X + 1)
         np.testing.assert_array_equal(out["more"][3][0], X + 2)
+
+
+def test_functions_of_one_name_on_two_lines(directory):
+    for number in range(2):
+        start = Start(directory)
+        steps = [
+            sc.step(lambda x: x + 1),
+            sc.step(lambda x: x * 3),
+        ]
+        for step, expected in zip(steps, (X + 1, X * 3), strict=True):
+            np.testing.assert_array_equal(start.call(step, X), expected)
+            assert step.stats().trusted == number
+
+
+def test_what_is_donated_and_not_used_is_left_alone_as_by_jit(directory, recwarn):
+    for number in range(2):
+        start, spare = Start(directory), jnp.ones(1000)
+        step = sc.step(lambda x, spare: x + 1, donate_argnames="spare")
+        np.testing.assert_array_equal(start.call(step, X, spare), X + 1)
+        assert not spare.is_deleted() and step.stats().trusted == number
+    assert not recwarn.list
 
 
 def test_static_arguments_tell_calls_apart(directory):
