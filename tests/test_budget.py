@@ -415,7 +415,6 @@ WRITES = {
     "assign": sc.Write(),
     "add": sc.Write(mode="add"),
     "apply": sc.Write(mode="apply", optimizer=optax.adam(1e-3)),
-    "coded": sc.Write(mode="add", wire="bf16"),
 }
 WRITTEN = {
     "on the host": sc.OnHost(),
@@ -424,17 +423,10 @@ WRITTEN = {
 }
 
 
-def writers():
-    for placement in WRITTEN:
-        for write in WRITES:
-            # A code is for updates that cross to a host that computes.
-            if write != "coded" or placement == "on the host, computed there":
-                yield placement, write
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
-@pytest.mark.parametrize(("placement", "write"), list(writers()))
+@pytest.mark.parametrize("placement", WRITTEN)
+@pytest.mark.parametrize("write", WRITES)
 def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):
     place = {"mesh": eight} if mesh else {}
     update = jax.tree.map(jnp.asarray, tree(0.5))

@@ -103,7 +103,7 @@ class Connection:
         version = self.hosts.open(name, types, leaves, self.hosts.described(name), rule)
         if rule:
             version = self.hosts.compare_optimizer(name, rule, replace_optimizer) or version
-        master = Served(self, self.hosts, name, layout, read, write, version)
+        master = Served(self, self.hosts, name, layout, read, version)
         made = Variables._over(master, name, placement, read, write)
         if write.every > 1:
             self._summing.append(made)
@@ -196,8 +196,7 @@ class Connection:
             for master, _ in readers:
                 master.receive(None, None)
             return
-        wires = [master.wire for master, _ in readers]
-        versions, leaves = self.hosts.read(names, known, values=values, wires=wires)
+        versions, leaves = self.hosts.read(names, known, values=values)
         for (master, _), *row in zip(readers, versions, leaves, strict=True):
             master.receive(*row)
 
@@ -281,12 +280,6 @@ def _check_policies(placement: Placement, read: Read, write: Write, replaces: bo
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),
         )
-    if write.wire is not None and write.mode == "assign":
-        raise OptionError(
-            f"wire={write.wire!r} would do nothing: only updates are coded in transit",
-            where="variables(write=...)",
-            hint='remove it, or set mode="add" or "apply"',
-        )
     if replaces and write.mode != "apply":
         raise OptionError(
             "replace_optimizer=True would do nothing: `write` has no optimizer",
@@ -348,7 +341,7 @@ def _check_every(every: int, optimizer: RowOptimizer) -> None:
 
 def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
     check_kinds(Replicated(), read, Write())
-    legal = {"cache": (None, "device"), "wire": (None,), "prefetch": (False,)}
+    legal = {"cache": (None, "device"), "prefetch": (False,)}
     _check_read("table", read, **legal, route=("auto", "each"))
     _check_count("cache_rows", cache_rows, "rows")
     if read.cache is None and cache_rows != CACHE_ROWS:

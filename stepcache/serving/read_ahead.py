@@ -55,8 +55,8 @@ class ReadAhead:
     def _read(self, settings: Any, masters: Any, names: Any, known: Any) -> Any:
         try:
             with settings:
-                seconds, wires = time.monotonic(), [master.wire for master in masters]
-                rows = zip(masters, *self._hosts.read(names, known, wires=wires), strict=True)
+                seconds = time.monotonic()
+                rows = zip(masters, *self._hosts.read(names, known), strict=True)
                 return {
                     master: Arrival(version, master.as_copy(leaves), seconds)
                     for master, version, leaves in rows

@@ -26,7 +26,6 @@ class Copy:
     value: Any
     fetched_seconds: float  # Or last found to be current.
     served_steps: int = 0  # Since then.
-    exact: bool = False  # Fetched without a `wire`.
 
 
 class Copies:
@@ -94,14 +93,14 @@ class Copies:
         else:
             copy.served_steps += 1
 
-    def keep(self, version: int, value: Any, *, exact: bool = False) -> None:
+    def keep(self, version: int, value: Any) -> None:
         """Keeps a new copy, if the policy keeps copies and no newer one is kept already."""
         if self._policy.cache is not None and (self._kept is None or self._kept.version <= version):
-            self._kept = Copy(version, value, self._clock(), exact=exact)
+            self._kept = Copy(version, value, self._clock())
 
-    def ahead(self, version: int, value: Any, *, exact: bool = False) -> None:
+    def ahead(self, version: int, value: Any) -> None:
         """Keeps a copy for the next step."""
-        self._ahead = Copy(version, value, self._clock(), exact=exact)
+        self._ahead = Copy(version, value, self._clock())
 
     def arrived(self, version: int, value: Any, seconds: float) -> None:
         """Keeps a copy of the version that was current at a moment, by `clock`.

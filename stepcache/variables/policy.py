@@ -7,9 +7,10 @@ memory gets their value, `Write` how an update gets back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -17,10 +18,33 @@ from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
 ROUTES = ("auto", "each", "fanout", "gather")
-WIRES = (None, "bf16", "int8")
 CACHES = (None, "device", "host")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
+_WIRE = (
+    "it only costs time on one machine; store the values in the dtype that is to travel, such as "
+    "bfloat16"
+)
+
+T = TypeVar("T", bound=type)
+
+
+def _without(**gone: str) -> Callable[[T], T]:
+    """Class decorator: an option that is gone raises `OptionError`, which says what to do."""
+
+    def decorated(policy: T) -> T:
+        init = policy.__init__
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            for name in options.keys() & gone:
+                raise OptionError(f"{name}= is gone: {gone[name]}", where=policy.__name__)
+            init(self, *args, **options)
+
+        policy.__init__ = checked
+        return policy
+
+    return decorated
 
 
 def _check(
@@ -133,6 +157,7 @@ def on_host(placement: Placement) -> OnHost:
     return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
 
 
+@_without(wire=_WIRE)
 @dataclass(frozen=True, slots=True)
 class Read:
     """How a step reads variables whose master copy is in another memory.
@@ -154,9 +179,6 @@ class Read:
             device copies its share, and a program all-gathers the shares after the previous step.
             "auto": the fastest as `advise` has measured here, else "gather"; for a prefetch in one
             process "fanout". `explain()` says which, and why.
-        wire: how values are coded in transit: None sends them unchanged; "bf16"; "int8" with one
-            scale for each block. `explain()` gives the bound of the error. Carried values are read
-            exactly; served variables (`connect`) cannot be carried with a `wire`.
 
     Raises:
         OptionError: a field has no such value, or two fields contradict each other.
@@ -171,10 +193,9 @@ class Read:
     max_age: float | None = None
     prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
-    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
-        _check_choices(self, cache=CACHES, route=ROUTES, wire=WIRES)
+        _check_choices(self, cache=CACHES, route=ROUTES)
         steps, seconds = self.max_staleness, self.max_age
         is_legal = _is_number(steps, int)
         _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
@@ -199,6 +220,7 @@ class Read:
         return _changed_fields(self)
 
 
+@_without(wire=_WIRE)
 @dataclass(frozen=True, slots=True)
 class Write:
     """What `Variables.push` does with an update.
@@ -209,9 +231,6 @@ class Write:
         optimizer: an `optax.GradientTransformation`, for mode "apply".
         every: number of updates that are summed and written as one. `Variables.flush` writes the
             sum of those that are pending.
-        wire: how updates are coded in transit, as in `Read`. It needs mode "add" or "apply", and
-            `OnHost(update="host")` or served variables. For served variables, the rounding error
-            of an update is added to the next one (error feedback).
 
     Raises:
         OptionError: a field has no such value, or two fields contradict each other.
@@ -220,10 +239,9 @@ class Write:
     mode: Literal["assign", "add", "apply"] = "assign"
     optimizer: Any = None
     every: int = 1
-    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
-        _check_choices(self, mode=MODES, wire=WIRES)
+        _check_choices(self, mode=MODES)
         is_legal = _is_number(self.every, int, 1)
         _check(is_legal, "every counts updates", "Write", "an int ≥ 1", self.every)
         methods = (getattr(self.optimizer, name, None) for name in ("init", "update"))
@@ -298,41 +316,33 @@ def check_policies(placement: object, read: object, write: object) -> None:
     assert isinstance(read, Read) and isinstance(write, Write)
     if not isinstance(placement, OnHost) and read != Read():
         raise _without_effect(
-            *("read", str(read)),
+            str(read),
             "the master copy is on the devices already, and steps take it as it is",
             "remove it, or use placement=OnHost()",
         )
     if read.cache == "host":
         raise _without_effect(
-            *("read", 'cache="host"'),
+            'cache="host"',
             "the master copy is on the host already",
             'set cache="device" to keep a copy on the devices',
         )
     if read.cache and read.prefetch:
         raise _without_effect(
-            *("read", "prefetch=True"),
+            "prefetch=True",
             f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
             "remove one of them",
         )
-    on_host_update = isinstance(placement, OnHost) and placement.update == "host"
-    if write.wire is not None and (write.mode == "assign" or not on_host_update):
-        raise _without_effect(
-            *("write", f"wire={write.wire!r}"),
-            "only updates that the host adds or applies are coded in transit",
-            'remove it, or set mode="add" or "apply" and placement=OnHost(update="host")',
-        )
 
 
-def _without_effect(policy: str, option: str, why: str, hint: str) -> OptionError:
+def _without_effect(option: str, why: str, hint: str) -> OptionError:
     what = f"{option} would do nothing: {why}"
-    return OptionError(what, where=f"Variables({policy}=...)", hint=hint)
+    return OptionError(what, where="Variables(read=...)", hint=hint)
 
 
 def check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
     """Raises `VariablesError` for a policy that needs the whole value in one process of a pod."""
     for what, given, possible in (
         ("Read(route=…)", policy.route, ("auto", "gather")),
-        ("Read(wire=…)", policy.wire, (None,)),
         ("OnHost(update=…)", placement.update, ("device",)),
     ):
         if given not in possible:

@@ -80,7 +80,7 @@ class Variables(NoTree, Savable, Holder):
             under a millisecond that run tens of thousands of times.
 
     Raises:
-        VariablesError: a leaf is not an array, or the devices lack the dtype of a wire.
+        VariablesError: a leaf is not an array.
         OptionError: a policy has an option without effect under this placement.
         PlacementError: a leaf cannot be placed as asked.
     """

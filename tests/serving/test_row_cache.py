@@ -105,7 +105,6 @@ def test_a_step_takes_rows_of_the_cache(connection, name):
     [
         {"read": sc.Read(cache="host")},
         {"read": sc.Read(prefetch=True)},
-        {"read": sc.Read(cache="device", wire="bf16")},
         {"read": sc.Read(cache="device", route="gather")},
         {"read": "device"},
         {"cache_rows": 10},

@@ -17,10 +17,17 @@ ADAM = optax.adam(1e-3)
 
 @pytest.mark.parametrize("cache", policy.CACHES)
 @pytest.mark.parametrize("route", policy.ROUTES)
-@pytest.mark.parametrize("coded", policy.WIRES)
-def test_every_legal_word_is_accepted(cache, route, coded):
-    read = sc.Read(cache=cache, route=route, wire=coded)
-    assert (read.cache, read.route, read.wire) == (cache, route, coded)
+def test_every_legal_word_is_accepted(cache, route):
+    read = sc.Read(cache=cache, route=route)
+    assert (read.cache, read.route) == (cache, route)
+
+
+@pytest.mark.parametrize("value", ["int8", None])
+@pytest.mark.parametrize("kind", [sc.Read, sc.Write])
+def test_an_option_that_is_gone_says_what_to_do(kind, value):
+    with pytest.raises(sc.OptionError, match=r"wire= is gone: .* such as bfloat16") as raised:
+        kind(wire=value)
+    assert raised.value.where == kind.__name__
 
 
 @pytest.mark.parametrize(
@@ -30,8 +37,6 @@ def test_every_legal_word_is_accepted(cache, route, coded):
         ({"cache": True}, "unknown cache", "None"),
         ({"route": "fast"}, "unknown route", "'auto', 'each', 'fanout', 'gather'"),
         ({"route": None}, "unknown route", "'auto'"),
-        ({"wire": "fp4"}, "unknown wire", "'bf16', 'int8'"),
-        ({"wire": ["bf16"]}, "unknown wire", "'bf16'"),
         ({"max_staleness": -1}, "max_staleness", "an int ≥ 0"),
         ({"max_staleness": 1.5}, "max_staleness", "an int ≥ 0"),
         ({"max_staleness": True}, "max_staleness", "an int ≥ 0"),
@@ -70,7 +75,6 @@ def test_bounds_without_a_copy_contradict_it(fields):
     ("fields", "message"),
     [
         ({"mode": "replace"}, "unknown mode"),
-        ({"wire": "zip"}, "unknown wire"),
         ({"every": 0}, "every counts updates"),
         ({"every": 2.0}, "every counts updates"),
         ({"every": True}, "every counts updates"),
@@ -91,7 +95,7 @@ def test_a_wrong_field_of_write_is_named(fields, message):
     "write",
     [
         lambda: sc.Write(),
-        lambda: sc.Write(mode="add", every=4, wire="int8"),
+        lambda: sc.Write(mode="add", every=4),
         lambda: sc.Write(mode="apply", optimizer=ADAM, every=2),
         lambda: sc.Write(mode="apply", optimizer=optax.chain(optax.clip(1.0), ADAM)),
     ],
@@ -123,7 +127,7 @@ POLICIES = [
     sc.OnHost(),
     sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))]), update="host"),
     sc.Read(),
-    sc.Read(cache="host", max_staleness=3, max_age=0.5, prefetch=1, route="each", wire="bf16"),
+    sc.Read(cache="host", max_staleness=3, max_age=0.5, prefetch=1, route="each"),
     sc.Write(mode="add", every=2),
 ]
 
@@ -190,7 +194,6 @@ def test_variables_take_policies_and_nothing_else(option):
     assert raised.value.where == f"Variables({name}=...)"
 
 
-ADDED = {"mode": "add", "wire": "bf16"}
 IDLE = {
     "a copy of the host on the host": ({"read": sc.Read(cache="host")}, sc.OnHost()),
     "a copy on the host of devices": ({"read": sc.Read(cache="host")}, sc.Replicated()),
@@ -198,11 +201,7 @@ IDLE = {
     "a way to devices": ({"read": sc.Read(route="each")}, sc.Replicated()),
     "a read ahead of devices": ({"read": sc.Read(prefetch=True)}, sc.Replicated()),
     "ahead of what is kept": ({"read": sc.Read(cache="device", prefetch=True)}, sc.OnHost()),
-    "a coded read of devices": ({"read": sc.Read(wire="bf16")}, sc.Replicated()),
-    "a coded read of split leaves": ({"read": sc.Read(wire="int8")}, sc.Sharded([("w", P())])),
-    "a coded write to devices": ({"write": sc.Write(**ADDED)}, sc.Replicated()),
-    "a coded write beside devices": ({"write": sc.Write(**ADDED)}, sc.OnHost()),
-    "a coded assignment": ({"write": sc.Write(wire="int8")}, sc.OnHost(update="host")),
+    "a read ahead of split leaves": ({"read": sc.Read(prefetch=True)}, sc.Sharded([("w", P())])),
 }
 
 
@@ -215,17 +214,11 @@ def test_an_option_that_would_do_nothing_is_refused(idle, mesh):
     (name,) = option
     assert error.where == f"Variables({name}=...)" and error.hint
     assert ("cache=" in error.what) == ("copy" in idle or "kept" in idle)
-    assert ("wire=" in error.what) == ("coded" in idle)
 
 
 def test_options_that_do_something_are_accepted():
-    host = sc.OnHost(update="host")
-    for options in (
-        {"read": sc.Read(cache="device", wire="int8"), "placement": sc.OnHost()},
-        {"write": sc.Write(**ADDED), "placement": host},
-        {"read": sc.Read(prefetch=True), "placement": sc.OnHost()},
-    ):
-        sc.Variables({"w": np.ones(2)}, **options)
+    for read in (sc.Read(cache="device"), sc.Read(prefetch=True)):
+        sc.Variables({"w": np.ones(2)}, read=read, placement=sc.OnHost())
 
 
 @pytest.mark.parametrize("on_host", [False, True])

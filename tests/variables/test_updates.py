@@ -242,15 +242,6 @@ def test_a_restored_state_lies_where_the_optimizer_runs(tmp_path):
         assert devices == [{jax.devices("cpu")[0]}] * 5
 
 
-def test_what_crosses_to_a_host_that_computes_is_coded():
-    write = sc.Write(mode="add", wire="bf16")
-    variables = sc.Variables(tree(0.0), placement=sc.OnHost(update="host"), write=write)
-    variables.push(jax.tree.map(jnp.asarray, tree()))
-    for got, sent in zip(jax.tree.leaves(variables.value), jax.tree.leaves(tree()), strict=True):
-        error = np.abs(got - sent)
-        assert error.max() > 0 and (error <= np.abs(sent) * 2.0**-8).all()
-
-
 def test_a_session_reads_what_it_pushed(one_device_mesh):
     policy = sc.Read(cache="device", max_staleness=100)
     read = sc.step(lambda state: state["b"] * 1)
