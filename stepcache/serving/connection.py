@@ -77,7 +77,7 @@ class Connection:
             placement: placement of the copies that steps read: `Replicated()` or `Sharded(rules)`.
             read: which copies a step may read. By default it reads the copy on the devices if that
                 has the newest version, which each call checks by a message of some 100 bytes.
-                `max_staleness` and `max_age` allow calls without this check.
+                `max_staleness` allows calls without this check.
             write: what `push` does. An optimizer is exported as a program, and runs on the host's
                 CPU. Existing variables keep their optimizer; if it differs, there is an
                 `OptimizerWarning`.
@@ -140,7 +140,7 @@ class Connection:
             read: which copies of rows a lookup may use. By default none are kept. With
                 `cache="device"`, copies of the rows looked up last are kept on the device, and only
                 rows that were updated since are sent again. A copy serves for `max_staleness`
-                lookups, or for `max_age` seconds, without asking the host.
+                lookups without asking the host.
             cache_rows: maximal number of these copies. A lookup of more rows does not use them.
             every: how many updates this process adds up before it sends them as one, each row once.
                 `Table.flush` sends fewer.

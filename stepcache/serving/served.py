@@ -147,14 +147,14 @@ class Served(Master):
 
     def arrived(self, arrival: Arrival) -> None:
         """Keeps the result of the job, unless this process has seen a newer version since."""
-        version, kept, seconds = arrival
+        version, kept = arrival
         if kept is not None:
             is_there = self._policy.cache != "host"
             self._ahead_links = self._read_links(is_there, is_sent=True)
         rows = [(now, self._current[host]) for host, now in version.items()]
         if all((now.epoch, now.moment) >= (seen.epoch, seen.moment) for now, seen in rows):
             self._set_current(version)
-            self._copies.arrived(self.version, kept, seconds)
+            self._copies.arrived(self.version, kept)
             self._copied_at = version
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -205,8 +205,8 @@ class Served(Master):
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
-        # One that was granted serves, though it has become too old: the values of a call are of one
-        # moment.
+        # One that was granted serves, though another thread has looked at a newer value since: the
+        # values of a call are of one moment.
         copy = self._granted or self._serving(reader)[0]
         self._granted = None
         if fetched is not None:

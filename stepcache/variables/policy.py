@@ -157,7 +157,7 @@ def on_host(placement: Placement) -> OnHost:
     return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
 
 
-@_without(wire=_WIRE)
+@_without(wire=_WIRE, max_age="max_staleness bounds how many steps a copy may serve")
 @dataclass(frozen=True, slots=True)
 class Read:
     """How a step reads variables whose master copy is in another memory.
@@ -168,12 +168,11 @@ class Read:
             A copy is valid while its version is the newest: a write invalidates it for all readers.
         max_staleness: number of steps, after the one that fetched a copy, that the copy may serve
             before its version is checked.
-        max_age: the same in seconds. If both are given, both must hold.
         prefetch: read the value for the next step while this one computes. This takes device memory
             for one more copy. It is an error together with `cache`, except for variables of
             another process: there it fetches a new copy if the kept one may not serve the next
             step. The step uses what was prefetched if it is still current, or if `max_staleness`
-            or `max_age` allows it.
+            allows it.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host. "fanout": one device copies it, and passes it to the others. "gather": every
             device copies its share, and a program all-gathers the shares after the previous step.
@@ -190,13 +189,12 @@ class Read:
 
     cache: Literal["device", "host"] | None = None
     max_staleness: int = 0
-    max_age: float | None = None
     prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
 
     def __post_init__(self):
         _check_choices(self, cache=CACHES, route=ROUTES)
-        steps, seconds = self.max_staleness, self.max_age
+        steps = self.max_staleness
         is_legal = _is_number(steps, int)
         _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
         _check(
@@ -206,15 +204,9 @@ class Read:
             hint="a read further ahead than the next step is not supported",
         )
         object.__setattr__(self, "prefetch", bool(self.prefetch))
-        _check(
-            seconds is None or (_is_number(seconds, int | float) and seconds > 0),
-            "max_age is a time in seconds",
-            *("Read", "a number > 0, or None", seconds),
-        )
-        for name, bound in (("max_staleness", steps), ("max_age", seconds)):
-            if self.cache is None and bound:
-                what = f"cache=None contradicts {name}={bound}"
-                raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
+        if self.cache is None and steps:
+            what = f"cache=None contradicts max_staleness={steps}"
+            raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
 
     def __str__(self) -> str:
         return _changed_fields(self)
