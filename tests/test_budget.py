@@ -506,16 +506,16 @@ def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):
         value = np.ones(10_000, np.float32)
         state = sc.Variables(value, placement=sc.OnHost(), write=write, name="moments")
         state.push(value)
-        state.save(tmp_path)
+        sc.save(tmp_path, value=state)
         kept = state.value
         state.assign(np.zeros(10_000, np.float32))
     moved.clear()
     with sc.Session(eight, max_step_bytes=2 * V - 1):
         with pytest.raises(sc.TransferBudgetError) as raised:
-            state.restore(tmp_path)
+            sc.restore(tmp_path, value=state)
         assert raised.value.needed_bytes == 2 * V and not moved
         assert float(state.value[0]) == 0
     with sc.Session(eight, max_step_bytes=2 * V):
-        state.restore(tmp_path)
+        sc.restore(tmp_path, value=state)
     assert moved == [Moved("moments", ((HOST_LINK, 2 * V),))]
     np.testing.assert_array_equal(kept, state.value)

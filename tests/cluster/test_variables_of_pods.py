@@ -108,11 +108,11 @@ SAVING = (
         params, moments = fresh(*how)
         if {steps}:
             say("losses", name + ":", run(params, moments, {steps}))
-            params.save("params " + name)
-            moments.save("moments " + name)
+            sc.save("params " + name, value=params)
+            sc.save("moments " + name, value=moments)
         else:
-            params.restore("params " + name)
-            moments.restore("moments " + name)
+            sc.restore("params " + name, value=params)
+            sc.restore("moments " + name, value=moments)
             assert params.version == 3
         say("losses", name + ":", run(params, moments, 3)) if not {steps} else None
 """
