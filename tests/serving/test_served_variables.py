@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
+from stepcache.serving.hosts import first_host
 from stepcache.serving.transport import place_of
 from stepcache.variables.plan import SERVER_LINK
 from tests.serving.servers import SIZE, two
@@ -141,13 +142,19 @@ def test_a_session_reads_what_it_has_written(connection, name):
         assert total(mine, 1.0) == count
 
 
+def names_on_one_host(connection, name):
+    """Two names whose variables are of one moment: the moments of two hosts say nothing."""
+    names, hosts = [f"{name}{n}" for n in range(99)], connection.status().hosts
+    return [each for each in names if first_host(each, hosts) == first_host(name, hosts)][:2]
+
+
 def test_all_values_of_a_call_are_of_one_moment(connection, name):
     """Another process writes the first, then the second: they never differ by more than one."""
-    tree = {"w": np.zeros(1, np.float32)}
+    names, tree = names_on_one_host(connection, name), {"w": np.zeros(1, np.float32)}
     read = sc.Read(cache="device", max_staleness=2)
-    pair = [connection.variables(f"{name}{n}", tree, read=read) for n in range(2)]
+    pair = [connection.variables(each, tree, read=read) for each in names]
     other = sc.connect(connection.address)
-    theirs = [other.variables(f"{name}{n}", tree) for n in range(2)]
+    theirs = [other.variables(each, tree) for each in names]
 
     @sc.step
     def difference(a, b):
@@ -165,9 +172,9 @@ def test_all_values_of_a_call_are_of_one_moment(connection, name):
 
 def test_copies_of_other_moments_do_not_serve_together(connection, name):
     """Though `explain` has found out since which versions are the newest."""
-    tree = {"w": np.zeros(1, np.float32)}
-    pair = [connection.variables(f"{name}{n}", tree, read=STALE) for n in range(2)]
-    theirs = [sc.connect(connection.address).variables(f"{name}{n}", tree) for n in range(2)]
+    names, tree = names_on_one_host(connection, name), {"w": np.zeros(1, np.float32)}
+    pair = [connection.variables(each, tree, read=STALE) for each in names]
+    theirs = [sc.connect(connection.address).variables(each, tree) for each in names]
 
     @sc.step
     def difference(a, b):
