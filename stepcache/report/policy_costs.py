@@ -256,7 +256,7 @@ class ServedCosts(PolicyCosts):
 
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now
-        reads = [Read(), Read(cache="device"), Read(cache="host")]
+        reads = [Read(), Read(cache="device")]
         if not self.carried:
             reads.append(Read(cache="device", prefetch=True))
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
@@ -306,8 +306,7 @@ class ServedCosts(PolicyCosts):
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
         readers, size = self._reads.readers, self._master.layout.size_bytes
         fetches = self.fetches(read)
-        placed = readers if read.cache == "host" else fetches
-        moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * self._master._host_bytes}
+        moved = {SERVER_LINK: fetches * size, HOST_LINK: fetches * self._master._extent.held_bytes}
         sent = 1.0 if self.carried else 1 / write.every if self._pushes() else 0.0
         moved[SERVER_LINK] += sent * size
         moved[HOST_LINK] += sent * size
@@ -319,7 +318,6 @@ class ServedCosts(PolicyCosts):
         else:
             checks = max(0.0, readers / (read.max_staleness + 1) - fetches)
             seconds = fetches * fetch + checks * self._seconds("check")
-        seconds += (placed - fetches) * self._seconds("place")
         seconds += sent * self._seconds("push")
         return seconds, moved
 

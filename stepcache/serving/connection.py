@@ -341,8 +341,7 @@ def _check_every(every: int, optimizer: RowOptimizer) -> None:
 
 def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
     check_kinds(Replicated(), read, Write())
-    legal = {"cache": (None, "device"), "prefetch": (False,)}
-    _check_read("table", read, **legal, route=("auto", "each"))
+    _check_read("table", read, prefetch=(False,), route=("auto", "each"))
     _check_count("cache_rows", cache_rows, "rows")
     if read.cache is None and cache_rows != CACHE_ROWS:
         raise OptionError(

@@ -31,7 +31,6 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 _RUNS, _PAUSE_SECONDS, _START_SECONDS = 12, 0.003, 60.0
 _KEPT = {
     "check": Read(cache="device"),
-    "place": Read(cache="host"),
     "ahead": Read(cache="device", prefetch=True),
 }
 _OPERATIONS = ("fetch", "push", *_KEPT)
@@ -42,8 +41,7 @@ def served_times(address: str) -> LinkTimes:
 
     They are kept as those of links are, for each engine. Operations are `fetch`, a read of a new
     version to the devices; `push`, of an update; `check`, a read that finds its copy current;
-    `place`, from a copy on the host to the devices; and `ahead`, a read of what was fetched ahead,
-    which starts the next one.
+    and `ahead`, a read of what was fetched ahead, which starts the next one.
 
     Args:
         address: of a server; another one of its engine is started, and ended.
@@ -131,8 +129,7 @@ def _timed(server: Any, size: int) -> dict[str, float]:
             _read(kept)  # The new version; then what takes none.
             time.sleep(_PAUSE_SECONDS * read.prefetch)
             took(key, lambda kept=kept: _read(kept))
-    found = {key: statistics.median(some[_RUNS // 3 :]) for key, some in times.items()}
-    return found | {"place": max(0.0, found["place"] - found["check"])}
+    return {key: statistics.median(some[_RUNS // 3 :]) for key, some in times.items()}
 
 
 def _read(variables: Any) -> None:

@@ -18,7 +18,7 @@ from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Layout, Packed, Slot, shards_bytes
+from stepcache.variables.packing import Layout, Packed, Slot
 from stepcache.variables.plan import (
     HOST_LINK,
     SERVER_LINK,
@@ -122,14 +122,8 @@ class Served(Master):
         self._current, self.version = version, _number(version)
 
     def as_copy(self, leaves: list[np.ndarray] | None) -> Any:
-        """Returns a value in the form in which copies are kept; None for None.
-
-        With `cache="host"` these are the arrays of the host, else arrays on the devices.
-        """
-        return leaves and (leaves if self._policy.cache == "host" else self._on_devices(leaves))
-
-    def _on_devices(self, leaves: Sequence[np.ndarray]) -> Packed:
-        return transfer.pack(leaves, self.layout, may_alias=True)
+        """Returns a value in the form in which copies are kept; None for None."""
+        return leaves and transfer.pack(leaves, self.layout, may_alias=True)
 
     def reads_ahead(self, reader: Reader) -> bool:
         """Returns whether the value is to be read in the background for the next step."""
@@ -149,8 +143,7 @@ class Served(Master):
         """Keeps the result of the job, unless this process has seen a newer version since."""
         version, kept = arrival
         if kept is not None:
-            is_there = self._policy.cache != "host"
-            self._ahead_links = self._read_links(is_there, is_sent=True)
+            self._ahead_links = self._read_links
         rows = [(now, self._current[host]) for host, now in version.items()]
         if all((now.epoch, now.moment) >= (seen.epoch, seen.moment) for now, seen in rows):
             self._set_current(version)
@@ -163,12 +156,11 @@ class Served(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        if copy is not None and self._policy.cache != "host":
+        if copy is not None:
             way = ("server", "devices", "none", why, reader.arguments)
             planned = (Transfer(variable, copy.version, *way, extent=self._extent),)
         else:
-            moved = self._read_links(True, is_sent=copy is None)
-            planned = (self._plan_read(variable, why, reader, moved),)
+            planned = (self._plan_read(variable, why, reader, self._read_links),)
         if self._ahead_links:
             why = "it was prefetched for this step"
             planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
@@ -178,10 +170,10 @@ class Served(Master):
         way = ("server", "devices", "copy", why, reader.arguments, moved)
         return Transfer(variable, self.version, *way, extent=self._extent)
 
-    def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
-        """Returns the bytes over each link of a read: to the devices, and sent by the host."""
-        server_bytes = self.layout.size_bytes if is_sent else 0
-        return links(self._host_bytes if is_moved else 0, 0, server_bytes)
+    @functools.cached_property
+    def _read_links(self) -> Links:
+        """The bytes of a read over each link: to the devices, and sent by the host."""
+        return links(self._extent.held_bytes, 0, self.layout.size_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
@@ -189,19 +181,10 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     @functools.cached_property
-    def _placed(self) -> list[Any]:
-        """The buffers, each with its sharding on the devices."""
-        here = SingleDeviceSharding(jaxcompat.default_device())
-        return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
-
-    @functools.cached_property
     def _extent(self) -> Extent:
-        return extent_of(self._placed)
-
-    @functools.cached_property
-    def _host_bytes(self) -> int:
-        """Bytes that are moved to the devices for one copy."""
-        return sum(map(shards_bytes, self._placed))
+        here = SingleDeviceSharding(jaxcompat.default_device())
+        buffers = self.layout.buffers
+        return extent_of(each._replace(sharding=each.sharding or here) for each in buffers)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
@@ -222,21 +205,16 @@ class Served(Master):
         self._is_asked = False
         if reader.carried:
             self._copies.drop()  # The program will donate it.
-        is_on_host = not isinstance(kept, Packed)
-        is_moved = is_on_host or fetched is not None
-        moved = self._read_links(is_moved, is_sent=fetched is not None)
-        for link, size in (*self._ahead_links, *moved):
+        for link, size in (*self._ahead_links, *(self._read_links if fetched is not None else ())):
             meter[link] += size
         self._ahead_links = ()
-        return self._on_devices(kept) if is_on_host else kept
+        return kept
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
         self._write("assign", leaves, session, meter, base=self._current)
-        on_host = self._policy.cache == "host"
-        kept = [np.array(leaf) for leaf in leaves] if on_host else packed
-        self._copies.keep(self.version, kept)
+        self._copies.keep(self.version, packed)
         self._copied_at = self._current
 
     def _write(

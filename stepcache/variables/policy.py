@@ -18,7 +18,7 @@ from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
 ROUTES = ("auto", "each", "fanout", "gather")
-CACHES = (None, "device", "host")
+CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
 _WIRE = (
@@ -164,8 +164,7 @@ class Read:
 
     Attributes:
         cache: None copies the value at each call of a step. "device" keeps a copy in device memory,
-            "host" in the reader's host memory (only for variables of another process, `connect`).
-            A copy is valid while its version is the newest: a write invalidates it for all readers.
+            which is valid while its version is the newest: a write invalidates it for all readers.
         max_staleness: number of steps, after the one that fetched a copy, that the copy may serve
             before its version is checked.
         prefetch: read the value for the next step while this one computes. This takes device memory
@@ -187,7 +186,7 @@ class Read:
     always reads its own writes, and the version decides whether a copy is valid.
     """
 
-    cache: Literal["device", "host"] | None = None
+    cache: Literal["device"] | None = None
     max_staleness: int = 0
     prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
@@ -311,12 +310,6 @@ def check_policies(placement: object, read: object, write: object) -> None:
             str(read),
             "the master copy is on the devices already, and steps take it as it is",
             "remove it, or use placement=OnHost()",
-        )
-    if read.cache == "host":
-        raise _without_effect(
-            'cache="host"',
-            "the master copy is on the host already",
-            'set cache="device" to keep a copy on the devices',
         )
     if read.cache and read.prefetch:
         raise _without_effect(

@@ -63,7 +63,7 @@ class Oracle:
     [
         sc.Read(),
         sc.Read(cache="device"),
-        sc.Read(cache="host", max_staleness=2),
+        sc.Read(cache="device", max_staleness=1),
         sc.Read(cache="device", max_staleness=3),
     ],
     ids=str,
@@ -113,7 +113,7 @@ def test_what_was_read_ahead_is_one_step_old_and_nobody_waits_for_it(connection,
     assert readers == ["MainThread"] + 5 * ["stepcache call"]
 
 
-@pytest.mark.parametrize("cache", [None, "device", "host"])
+@pytest.mark.parametrize("cache", [None, "device"])
 def test_without_staleness_what_was_read_ahead_is_compared(connection, name, moved, cache):
     read = sc.Read(cache=cache, prefetch=True)
     mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
@@ -130,7 +130,7 @@ def test_without_staleness_what_was_read_ahead_is_compared(connection, name, mov
     assert moved[SERVER_LINK] == (4 * SIZE if cache is None else 0)  # Once, and not twice.
 
 
-@pytest.mark.parametrize("cache", [None, "device", "host"])
+@pytest.mark.parametrize("cache", [None, "device"])
 def test_what_a_read_ahead_moves_is_what_explain_says(connection, name, moved, cache):
     staleness = {} if cache is None else {"max_staleness": 1}
     read = sc.Read(cache=cache, prefetch=True, **staleness)

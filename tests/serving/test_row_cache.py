@@ -103,7 +103,6 @@ def test_a_step_takes_rows_of_the_cache(connection, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"read": sc.Read(cache="host")},
         {"read": sc.Read(prefetch=True)},
         {"read": sc.Read(cache="device", route="gather")},
         {"read": "device"},

@@ -67,9 +67,7 @@ def test_unchanged_values_do_not_move(connection, name, moved):
     assert moved[SERVER_LINK] == 4 * SIZE
 
 
-@pytest.mark.parametrize(
-    "read", [sc.Read(), sc.Read(cache="device"), sc.Read(cache="host")], ids=str
-)
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device")], ids=str)
 def test_what_moves_is_what_explain_says(connection, name, moved, read):
     mine, theirs = two(connection, name, read=read)
     for turn in range(3):
@@ -357,10 +355,9 @@ def test_a_value_that_was_looked_at_does_not_change(connection, name):
     assert [value[0] for value in looked_at] == list(range(6))
 
 
-@pytest.mark.parametrize("cache", ["device", "host"])
-def test_a_copy_does_not_change(connection, name, cache):
+def test_a_copy_does_not_change(connection, name):
     """It may lie where the host has it, which must not use that memory again."""
-    read = sc.Read(cache=cache, max_staleness=100)
+    read = sc.Read(cache="device", max_staleness=100)
     mine, theirs = two(connection, name, 1.0, LARGE, read=read)
     assert total(mine, 1.0) == LARGE
     connection.status()  # The copy is not the last thing that this client was sent.

@@ -40,7 +40,8 @@ def test_an_option_that_is_gone_says_what_to_do(kind, gone, instead):
 @pytest.mark.parametrize(
     ("fields", "named", "expected"),
     [
-        ({"cache": "gpu"}, "unknown cache", "'device', 'host'"),
+        ({"cache": "gpu"}, "unknown cache", "None, 'device'"),
+        ({"cache": "host"}, "unknown cache", "None, 'device'"),
         ({"cache": True}, "unknown cache", "None"),
         ({"route": "fast"}, "unknown route", "'auto', 'each', 'fanout', 'gather'"),
         ({"route": None}, "unknown route", "'auto'"),
@@ -67,8 +68,7 @@ def test_a_bound_without_a_copy_contradicts_it():
     with pytest.raises(sc.OptionError, match="cache=None contradicts max_staleness=2") as raised:
         sc.Read(max_staleness=2)
     assert 'cache="device"' in raised.value.hint
-    for cache in ("device", "host"):
-        assert sc.Read(cache=cache, max_staleness=2).max_staleness == 2
+    assert sc.Read(cache="device", max_staleness=2).max_staleness == 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ POLICIES = [
     sc.OnHost(),
     sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))]), update="host"),
     sc.Read(),
-    sc.Read(cache="host", max_staleness=3, prefetch=1, route="each"),
+    sc.Read(cache="device", max_staleness=3, prefetch=1, route="each"),
     sc.Write(mode="add", every=2),
 ]
 
@@ -195,8 +195,6 @@ def test_variables_take_policies_and_nothing_else(option):
 
 
 IDLE = {
-    "a copy of the host on the host": ({"read": sc.Read(cache="host")}, sc.OnHost()),
-    "a copy on the host of devices": ({"read": sc.Read(cache="host")}, sc.Replicated()),
     "a copy of devices": ({"read": sc.Read(cache="device")}, sc.Replicated()),
     "a way to devices": ({"read": sc.Read(route="each")}, sc.Replicated()),
     "a read ahead of devices": ({"read": sc.Read(prefetch=True)}, sc.Replicated()),
