@@ -43,7 +43,6 @@ from benchmarks.communication_runs import (
     READ_ALWAYS,
     STALE,
     STALE_EVERY,
-    WIRES,
     Counted,
     Policy,
     Run,
@@ -67,15 +66,15 @@ SETTINGS = {
 }
 QUICK = SETTINGS | {"rounds": 1, "steps": 8, "worker_steps": 12, "clones_size": 1 << 16}
 FEW = [READ_ALWAYS, CACHED_EVERY[0], *ON_DEVICES]
-ALL = [READ_ALWAYS, CACHED, *STALE, *EVERY, *CACHED_EVERY, *WIRES, *ON_DEVICES]
+ALL = [READ_ALWAYS, CACHED, *STALE, *EVERY, *CACHED_EVERY, *ON_DEVICES]
 ON_MESHES = {4: ALL, 1: FEW, 2: FEW, 8: FEW}
 SERVED_FEW = [READ_ALWAYS, CACHED, CACHED_EVERY[0], STALE_EVERY[1]]
-SERVED = [READ_ALWAYS, CACHED, *STALE, *EVERY, *CACHED_EVERY, *STALE_EVERY, *WIRES]
+SERVED = [READ_ALWAYS, CACHED, *STALE, *EVERY, *CACHED_EVERY, *STALE_EVERY]
 BY_WORKERS = {
     "local": {2: SERVED, 1: SERVED_FEW, 4: SERVED_FEW},
     "ray": {2: SERVED_FEW, 1: [READ_ALWAYS, STALE_EVERY[1]], 4: [READ_ALWAYS, STALE_EVERY[1]]},
 }
-READERS = [READ_ALWAYS, CACHED, *STALE, *WIRES]
+READERS = [READ_ALWAYS, CACHED, *STALE]
 SMOOTHED = 16
 """Of so many steps a loss is the mean, in curves and after the same time."""
 
@@ -95,7 +94,7 @@ def say(text: str, started: float = time.perf_counter()) -> None:
 
 def on_meshes(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]]:
     """Trains in one process, with each policy on each number of devices."""
-    meshes = {2: [*FEW, CACHED, WIRES[1]]} if quick else ON_MESHES
+    meshes = {2: [*FEW, CACHED]} if quick else ON_MESHES
     models = list(MODELS)[:1] if quick else list(MODELS)
     cases = [(m, d, p) for m in models for d, policies in meshes.items() for p in policies]
     runs: dict[Case, list[Run]] = {}
@@ -161,14 +160,13 @@ def by_workers(settings: Mapping[str, int], quick: bool) -> dict[Case, list[Run]
     )
     if quick:
         counts = {engine: {1: [READ_ALWAYS, STALE_EVERY[1]]} for engine in counts}
-        counts["local"] = {1: [*SERVED_FEW, STALE[-1], WIRES[1]], 2: [READ_ALWAYS]}
+        counts["local"] = {1: [*SERVED_FEW, STALE[-1]], 2: [READ_ALWAYS]}
     cases = [
         (engine, workers, model, policy)
         for engine, by_count in counts.items()
         for workers, policies in by_count.items()
         for model in MODELS
         for policy in policies
-        if not (policy in WIRES and MODELS[model].rows)  # Rows are not coded.
     ]
     runs: dict[Case, list[Run]] = {}
     most = max(workers for _, workers, *_ in cases)
@@ -329,7 +327,7 @@ def check_order(found: Sequence[Mapping[str, Any]]) -> None:
     }
     for (*place, policy), size in total.items():
         base = total[*place, READ_ALWAYS.name]
-        if policy in {each.name for each in (*CACHED_EVERY, *STALE_EVERY, *WIRES)}:
+        if policy in {each.name for each in (*CACHED_EVERY, *STALE_EVERY)}:
             assert size < base, (place, policy, size, base)
         if policy in {each.name for each in ON_DEVICES}:
             assert size == 0, (place, policy, size)

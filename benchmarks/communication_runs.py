@@ -37,20 +37,19 @@ class Policy:
     cache: Literal["device"] | None = None
     staleness: int = 0
     every: int = 1
-    wire: Literal["bf16", "int8"] | None = None
     placement: Literal["host", "replicated", "sharded"] = "host"
 
     @property
     def is_exact(self) -> bool:
         """Whether a single trainer computes what it computes with the base."""
-        return self.every == 1 and self.wire is None
+        return self.every == 1
 
     @property
     def read(self) -> sc.Read:
-        return sc.Read(cache=self.cache, max_staleness=self.staleness, wire=self.wire)
+        return sc.Read(cache=self.cache, max_staleness=self.staleness)
 
     def write(self, model: Model) -> sc.Write:
-        return sc.Write("apply", optimizer=model.optimizer, every=self.every, wire=self.wire)
+        return sc.Write("apply", optimizer=model.optimizer, every=self.every)
 
 
 def staleness(steps: int) -> Policy:
@@ -60,7 +59,6 @@ def staleness(steps: int) -> Policy:
 READ_ALWAYS, CACHED = Policy("read at each step"), Policy("cache until changed", "device")
 EVERY = [Policy(f"every={k}", every=k) for k in (4, 16)]
 CACHED_EVERY = [Policy(f"cache, every={k}", "device", every=k) for k in (4, 16)]
-WIRES = [Policy(f"wire={wire}", wire=wire) for wire in ("bf16", "int8")]
 STALE = [staleness(k) for k in (1, 4, 16)]
 STALE_EVERY = [Policy(f"max_staleness={k}, every={k}", "device", k, k) for k in (4, 16)]
 ON_DEVICES = [Policy(each, placement=each) for each in ("replicated", "sharded")]
@@ -193,7 +191,7 @@ def in_one_process(
                 started = time.perf_counter()
                 with predicted(counted, plan):
                     loss, update = jax.block_until_ready(step(params, batch))
-                with predicted(counted, pushed if check and not policy.wire else None):
+                with predicted(counted, pushed if check else None):
                     params.push(update)
                 params.block_until_ready()
                 seconds.append(time.perf_counter() - started)

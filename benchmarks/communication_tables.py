@@ -268,8 +268,8 @@ def best_way() -> str:
 # ---- the picture -------------------------------------------------------------------------------
 
 
-_COLORS = {"max_staleness": "C0", "every": "C1", "cache, every": "C2", "wire": "C4"}
-_DASHES = {"1": ":", "4": "--", "bf16": "--"}
+_COLORS = {"max_staleness": "C0", "every": "C1", "cache, every": "C2"}
+_DASHES = {"1": ":", "4": "--"}
 
 
 def _style(policy: str) -> dict[str, str]:

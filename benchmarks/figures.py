@@ -142,7 +142,6 @@ def reads() -> str:
         "`Read()`, the four readers in one step": ("4 arguments", "each call", "gather"),
         '`Read(cache="device", route="each")`': ("4 calls", "each version", "each"),
         '`Read(cache="device")`': ("4 calls", "each version", "gather"),
-        '`Read(cache="device", wire="int8")`': ("4 calls", "+ int8", "gather"),
         '`Read(cache="device", max_staleness=32)`': ("4 calls", "+ max_staleness", "gather"),
     }
     rows = []
@@ -153,7 +152,7 @@ def reads() -> str:
     header = ("policy", "MB from the host", "MB between devices")
     row = _moved(devices=8, readers="4 calls", read="each version", route="gather")
     about = (
-        f"Without staleness and compression, {_megabytes(row['lower_bound_bytes'])} MB must cross "
+        f"Without staleness, {_megabytes(row['lower_bound_bytes'])} MB must cross "
         "the host's link: two versions. Bytes are counted, so they are the same on every machine. "
         "`python -m benchmarks.transfers`"
     )

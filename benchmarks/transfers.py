@@ -119,7 +119,6 @@ def traffic() -> list[dict[str, Any]]:
             "+ max_staleness": sc.Read(
                 cache="device", max_staleness=STEPS * READERS, route="gather"
             ),
-            "+ int8": sc.Read(cache="device", wire="int8", route="gather"),
         }.items():
             moved, layout = moved_by(devices, read, shared=False)
             found = moved[HOST_LINK], moved[DEVICE_LINK]

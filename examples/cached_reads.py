@@ -30,7 +30,6 @@ EXACT = {
     'cache="device"': sc.Read(cache="device"),
 }
 LATE = {f"+ max_staleness={k}": sc.Read(cache="device", max_staleness=k) for k in (5, 20)}
-CODED = {f'wire="{wire}"': sc.Read(wire=wire) for wire in ("bf16", "int8")}
 
 
 @sc.step(batch="batch")
@@ -48,7 +47,7 @@ served, moved, seconds, losses = {}, {}, Counter(), {}
 with trainer:
     state = {"params": pushed, "optimizer": char_lm.optimizer.init(pushed)}
     how = {"placement": sc.OnHost(update="host"), "write": sc.Write("add")}
-    for name, read in (EXACT | LATE | CODED).items():
+    for name, read in (EXACT | LATE).items():
         moved[name], losses[name] = Counter(), []
         served[name] = sc.Variables(pushed, read=read, **how)
 

@@ -415,7 +415,6 @@ WRITES = {
     "assign": sc.Write(),
     "add": sc.Write(mode="add"),
     "apply": sc.Write(mode="apply", optimizer=optax.adam(1e-3)),
-    "coded": sc.Write(mode="add", wire="bf16"),
 }
 WRITTEN = {
     "on the host": sc.OnHost(),
@@ -424,17 +423,10 @@ WRITTEN = {
 }
 
 
-def writers():
-    for placement in WRITTEN:
-        for write in WRITES:
-            # A code is for updates that cross to a host that computes.
-            if write != "coded" or placement == "on the host, computed there":
-                yield placement, write
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
-@pytest.mark.parametrize(("placement", "write"), list(writers()))
+@pytest.mark.parametrize("placement", WRITTEN)
+@pytest.mark.parametrize("write", WRITES)
 def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):
     place = {"mesh": eight} if mesh else {}
     update = jax.tree.map(jnp.asarray, tree(0.5))
@@ -514,16 +506,16 @@ def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):
         value = np.ones(10_000, np.float32)
         state = sc.Variables(value, placement=sc.OnHost(), write=write, name="moments")
         state.push(value)
-        state.save(tmp_path)
+        sc.save(tmp_path, value=state)
         kept = state.value
         state.assign(np.zeros(10_000, np.float32))
     moved.clear()
     with sc.Session(eight, max_step_bytes=2 * V - 1):
         with pytest.raises(sc.TransferBudgetError) as raised:
-            state.restore(tmp_path)
+            sc.restore(tmp_path, value=state)
         assert raised.value.needed_bytes == 2 * V and not moved
         assert float(state.value[0]) == 0
     with sc.Session(eight, max_step_bytes=2 * V):
-        state.restore(tmp_path)
+        sc.restore(tmp_path, value=state)
     assert moved == [Moved("moments", ((HOST_LINK, 2 * V),))]
     np.testing.assert_array_equal(kept, state.value)

@@ -687,11 +687,11 @@ def test_a_forked_process_gets_an_error_at_once(asked, tmp_path):
     for _ in range(3):
         f(np.ones(2))
     kept = sc.Variables(np.ones(2))
-    kept.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=kept)
     calls = {
         "call": lambda: f(np.ones(2)),
-        "save": lambda: kept.save(tmp_path / "saved"),
-        "restore": lambda: kept.restore(tmp_path / "saved"),
+        "save": lambda: sc.save(tmp_path / "saved", value=kept),
+        "restore": lambda: sc.restore(tmp_path / "saved", value=kept),
     }
     read, write = os.pipe()
     with warnings.catch_warnings():

@@ -20,7 +20,6 @@ from stepcache.units import counted, readable_bytes, readable_seconds, shown_as_
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
 from stepcache.variables.policy import OnHost, Placement, Read, Write
 from stepcache.variables.variables import Variables
-from stepcache.variables.wire import ERROR_BOUNDS
 
 if TYPE_CHECKING:
     from stepcache.report.policy_costs import PolicyCosts
@@ -194,7 +193,7 @@ def _choice(
     seconds, moved = costs.of(placement, read, write, others)
     late = f"up to {counted(read.max_staleness, 'step')} late" if read.max_staleness else ""
     summed = f"updates up to {counted(write.every - 1, 'step')} late" if write.every > 1 else ""
-    lost = ", ".join(filter(None, (late, ERROR_BOUNDS[read.wire], summed)))
+    lost = ", ".join(filter(None, (late, summed)))
     policies = placement, read, write
     now, held = policies == costs.policies_now, costs.held_bytes(placement, read)
     name = costs.variables.name

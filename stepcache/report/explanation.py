@@ -147,8 +147,7 @@ class Explanation:
                 what = f"nothing moves: {each.why}"
             else:
                 links = ", ".join(f"{readable_bytes(n)} {link}" for link, n in each.link_bytes)
-                coded = f" in {each.wire}" if each.wire else ""
-                way = f"{each.source} → {each.target} by {each.route}{coded}"
+                way = f"{each.source} → {each.target} by {each.route}"
                 what = f"{way} ({each.why}); {links}"
             readers = f", for {' and '.join(each.readers)}" if len(each.readers) > 1 else ""
             yield f"      {each.variable} version {each.version}{readers}: {what}"

@@ -31,7 +31,6 @@ Costs = tuple[float, dict[str, float]]
 """Seconds a step, and bytes a step over each link."""
 Policies = tuple[Placement, Read, Write]
 
-_WIRES: tuple[Literal["bf16", "int8"], ...] = ("bf16", "int8")
 _KEPT: tuple[Literal["device"] | None, ...] = (None, "device")
 _LATE, _EVERY = (1, 4, 16), (4, 16)
 _FEWEST_READS = 4  # After which past reads and writes say how often there are some.
@@ -175,8 +174,6 @@ class PlacedCosts(PolicyCosts):
         reads.append(Read(prefetch=True))
         if not self.carried:
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
-            wires = _WIRES if "each" in self._times.operations else ()
-            reads += [Read(cache=cache, wire=each) for cache in _KEPT for each in wires]
         found += [(there, each) for each in reads]
         yield from dict.fromkeys((*each, write) for each in found)
 
@@ -186,7 +183,7 @@ class PlacedCosts(PolicyCosts):
         if cache and self.carried:  # The value is never fetched.
             return
         if self._devices > 1 and "each" in self._times.operations:
-            chosen = self._master(Read(cache=cache))._exact_route.name
+            chosen = self._master(Read(cache=cache))._route.name
             yield from (each for each in ROUTES if each != chosen)
 
     def _master(self, read: Read) -> InHostMemory:
@@ -207,8 +204,8 @@ class PlacedCosts(PolicyCosts):
         if not isinstance(placement, OnHost):
             return 0.0, {}
         master = self._master(read)
-        route: Route = master._exact_route if carried else master._coded_route
-        operation = route.name if route.wire is None else f"gather {route.wire}"
+        route: Route = master._route
+        operation = route.name
         if master._crosses_in_program:
             operation = "carry" if carried else "program"
         elif read.prefetch:
@@ -255,21 +252,14 @@ class ServedCosts(PolicyCosts):
 
     def __init__(self, variables: Variables, reads: Reads):
         super().__init__(variables, reads)
-        self._probes = {wire: self._probe(Read(wire=wire)) for wire in (None, *_WIRES)}
-
-    def _probe(self, read: Read) -> Served:
-        """Another reader of the value, with a policy of its own."""
-        master: Any = self.variables._master
-        about = master._hosts, master._name, master.layout, read, Write(), master._current
-        return Served(master._source, *about)
+        self._master: Any = variables._master
 
     def policies(self) -> Iterator[Policies]:
         placement, read, write = self.policies_now
-        reads = [Read(), Read(cache="device"), Read(cache="host")]
+        reads = [Read(), Read(cache="device")]
         if not self.carried:
             reads.append(Read(cache="device", prefetch=True))
             reads += [Read(cache="device", max_staleness=late) for late in _LATE]
-            reads += [Read(cache="device", wire=each) for each in _WIRES]
         found = [(placement, each, write) for each in (read, *reads)]
         if self._pushes():
             found += [(placement, read, replace(write, every=each)) for each in _EVERY]
@@ -277,7 +267,7 @@ class ServedCosts(PolicyCosts):
 
     @property
     def _address(self) -> str:
-        return self.variables._master._source.address  # type: ignore[union-attr]
+        return self._master._source.address
 
     @functools.cached_property
     def _times(self) -> LinkTimes:
@@ -310,29 +300,26 @@ class ServedCosts(PolicyCosts):
         return (late + 1) * math.ceil(self.between / (late + 1))  # It is compared after so many.
 
     def held_bytes(self, placement: Placement, read: Read) -> int:
-        extent = self._probes[None]._extent
+        extent = self._master._extent
         return extent.held_bytes // extent.devices if read.cache == "device" else 0
 
     def of(self, placement: Placement, read: Read, write: Write, computing: float) -> Costs:
-        probe, readers = self._probes[read.wire], self._reads.readers
-        fetches, size = self.fetches(read), probe._read_coding.size_bytes
-        placed = readers if read.cache == "host" else fetches
-        moved = {SERVER_LINK: fetches * size, HOST_LINK: placed * probe._host_bytes}
+        readers, size = self._reads.readers, self._master.layout.size_bytes
+        fetches = self.fetches(read)
+        moved = {SERVER_LINK: fetches * size, HOST_LINK: fetches * self._master._extent.held_bytes}
         sent = 1.0 if self.carried else 1 / write.every if self._pushes() else 0.0
-        moved[SERVER_LINK] += sent * self._probes[write.wire]._read_coding.size_bytes
-        moved[HOST_LINK] += sent * self._probes[None]._read_coding.size_bytes
+        moved[SERVER_LINK] += sent * size
+        moved[HOST_LINK] += sent * size
         if (tried := self.tried.get((placement, read, write))) is not None:
             return self._seconds_as(tried, read), moved
-        fetch = self._seconds("fetch", read.wire)
+        fetch = self._seconds("fetch")
         if read.prefetch:  # Each step starts a read, and waits for the rest of it.
             seconds = readers * self._seconds("ahead") + fetches * max(0.0, fetch - computing)
         else:
             checks = max(0.0, readers / (read.max_staleness + 1) - fetches)
             seconds = fetches * fetch + checks * self._seconds("check")
-        seconds += (placed - fetches) * self._seconds("place")
-        seconds += sent * self._seconds("push", write.wire)
+        seconds += sent * self._seconds("push")
         return seconds, moved
 
-    def _seconds(self, operation: str, wire: str | None = None) -> float:
-        name = f"{operation} {wire}" if wire else operation
-        return self._times.of(name, self.variables.nbytes)
+    def _seconds(self, operation: str) -> float:
+        return self._times.of(operation, self.variables.nbytes)

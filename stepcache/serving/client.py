@@ -98,13 +98,12 @@ class Client:
         leaves: Sequence[Any],
         base: int = 0,
         rule: bytes = b"",
-        wire: str = "",
         on_kept: Callable[[], None] = lambda: None,
     ) -> Version:
         """Writes exactly once.
 
         Args:
-            name, mode, base, rule, wire: as in `WriteRequest`.
+            name, mode, base, rule: as in `WriteRequest`.
             layout: layout of the block that is sent.
             leaves: the leaves in it. They are copied.
             on_kept: called once the host has applied the write, or this client keeps it to repeat
@@ -123,7 +122,7 @@ class Client:
             layout.fill(block.data, leaves)
             types = layout.types if mode in _WITH_TYPES else []
             row = (self.name, self._unsaved.next, self._epoch or 0, name, mode, base, types, rule)
-            sent = Sent(WriteRequest(*row, wire=wire, serial=self._unsaved.serial), block)
+            sent = Sent(WriteRequest(*row, serial=self._unsaved.serial), block)
             self._is_flushed = False
             try:
                 self._unsaved.add(sent)
@@ -244,12 +243,7 @@ class Client:
         self._unsaved.drop(sent)
 
     def read(
-        self,
-        names: Sequence[str],
-        known: Sequence[int],
-        *,
-        values: bool = True,
-        wires: Sequence[str] = (),
+        self, names: Sequence[str], known: Sequence[int], *, values: bool = True
     ) -> tuple[list[Version], list[np.ndarray | None]]:
         """Reads variables as of one moment, after all writes of this client; see `ReadRequest`.
 
@@ -263,7 +257,7 @@ class Client:
         """
         deadline = time.monotonic() + self._timeout
         with self._lock:
-            message = ReadRequest([*names], [*known], values, [*wires])
+            message = ReadRequest([*names], [*known], values)
             reply, data = self._read(message, None, deadline, ", ".join(names))
         blocks = iter(data)
         found = [next(blocks) if is_sent else None for is_sent in reply.sent]

@@ -77,7 +77,7 @@ class Connection:
             placement: placement of the copies that steps read: `Replicated()` or `Sharded(rules)`.
             read: which copies a step may read. By default it reads the copy on the devices if that
                 has the newest version, which each call checks by a message of some 100 bytes.
-                `max_staleness` and `max_age` allow calls without this check.
+                `max_staleness` allows calls without this check.
             write: what `push` does. An optimizer is exported as a program, and runs on the host's
                 CPU. Existing variables keep their optimizer; if it differs, there is an
                 `OptimizerWarning`.
@@ -103,7 +103,7 @@ class Connection:
         version = self.hosts.open(name, types, leaves, self.hosts.described(name), rule)
         if rule:
             version = self.hosts.compare_optimizer(name, rule, replace_optimizer) or version
-        master = Served(self, self.hosts, name, layout, read, write, version)
+        master = Served(self, self.hosts, name, layout, read, version)
         made = Variables._over(master, name, placement, read, write)
         if write.every > 1:
             self._summing.append(made)
@@ -140,7 +140,7 @@ class Connection:
             read: which copies of rows a lookup may use. By default none are kept. With
                 `cache="device"`, copies of the rows looked up last are kept on the device, and only
                 rows that were updated since are sent again. A copy serves for `max_staleness`
-                lookups, or for `max_age` seconds, without asking the host.
+                lookups without asking the host.
             cache_rows: maximal number of these copies. A lookup of more rows does not use them.
             every: how many updates this process adds up before it sends them as one, each row once.
                 `Table.flush` sends fewer.
@@ -196,8 +196,7 @@ class Connection:
             for master, _ in readers:
                 master.receive(None, None)
             return
-        wires = [master.wire for master, _ in readers]
-        versions, leaves = self.hosts.read(names, known, values=values, wires=wires)
+        versions, leaves = self.hosts.read(names, known, values=values)
         for (master, _), *row in zip(readers, versions, leaves, strict=True):
             master.receive(*row)
 
@@ -281,12 +280,6 @@ def _check_policies(placement: Placement, read: Read, write: Write, replaces: bo
             expected="Replicated() or Sharded(rules), for the copies that steps read",
             got=repr(placement),
         )
-    if write.wire is not None and write.mode == "assign":
-        raise OptionError(
-            f"wire={write.wire!r} would do nothing: only updates are coded in transit",
-            where="variables(write=...)",
-            hint='remove it, or set mode="add" or "apply"',
-        )
     if replaces and write.mode != "apply":
         raise OptionError(
             "replace_optimizer=True would do nothing: `write` has no optimizer",
@@ -348,8 +341,7 @@ def _check_every(every: int, optimizer: RowOptimizer) -> None:
 
 def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
     check_kinds(Replicated(), read, Write())
-    legal = {"cache": (None, "device"), "wire": (None,), "prefetch": (False,)}
-    _check_read("table", read, **legal, route=("auto", "each"))
+    _check_read("table", read, prefetch=(False,), route=("auto", "each"))
     _check_count("cache_rows", cache_rows, "rows")
     if read.cache is None and cache_rows != CACHE_ROWS:
         raise OptionError(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, LeafType
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable
@@ -34,26 +32,6 @@ class HeldVariables:
     rule: bytes = b""
     state: Block | None = None
     state_types: list[LeafType] = field(default_factory=list)
-    _codings: dict[str, Coding] = field(default_factory=dict)
-    _coded: dict[str, tuple[int, Block]] = field(default_factory=dict)  # Token and block, by wire.
-
-    def coding(self, wire: str) -> Coding:
-        """Returns the coding of the value for a wire; "" for none."""
-        if wire not in self._codings:
-            self._codings[wire] = Coding(self.layout.types, wire)
-        return self._codings[wire]
-
-    def block(self, wire: str, allocate: Callable[[int], Block]) -> Block:
-        """Returns the coded value. It is coded once for each version and wire."""
-        coding = self.coding(wire)
-        if coding.wire is None:
-            return self.value
-        token, block = self._coded.get(wire, (0, self.value))
-        if token != self.token:
-            block = allocate(coding.layout.size_bytes)
-            coding.layout.fill(block.data, coding.encode(self.layout.views(self.value.data)))
-            self._coded[wire] = self.token, block
-        return block
 
 
 class LastWrite(NamedTuple):

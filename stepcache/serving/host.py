@@ -142,19 +142,14 @@ class Host:
 
     def _read(self, request: ReadRequest) -> tuple[Reply, list[Block]]:
         self._check_recovered()
-        count, wires = len(request.names), request.wires or [""] * len(request.names)
-        if not len(request.known) == len(wires) == count <= MAX_NAMES:
-            raise MalformedMessageError("the numbers of names, versions and wires differ")
+        if not len(request.known) == len(request.names) <= MAX_NAMES:
+            raise MalformedMessageError("the numbers of names and versions differ")
         held = [self._find(name) for name in request.names]
         sent = [
             request.values and each.token != known
             for each, known in zip(held, request.known, strict=True)
         ]
-        blocks = [
-            each.block(wire, self._allocate)
-            for each, wire, is_sent in zip(held, wires, sent, strict=True)
-            if is_sent
-        ]
+        blocks = [each.value for each, is_sent in zip(held, sent, strict=True) if is_sent]
         numbers, tokens = [each.number for each in held], [each.token for each in held]
         return Values(self.epoch, self.moment, numbers, tokens, sent), blocks
 
@@ -250,7 +245,7 @@ class Host:
                 return
         held = self._find(request.name)
         is_value = request.mode != "replace optimizer"
-        expected = held.coding(request.wire).layout.size_bytes if is_value else 0
+        expected = held.layout.size_bytes if is_value else 0
         if payload.size != expected:
             raise RefusalError("type", f"{request.name} has {expected} bytes, not {payload.size}")
         stamp = (request.stamp[0], request.stamp[1])  # Unpacking makes lists.
@@ -270,19 +265,19 @@ class Host:
         self, held: HeldVariables, request: WriteRequest, payload: np.ndarray
     ) -> HeldVariables:
         """Returns variables after a write."""
-        coding, token, assigned = held.coding(request.wire), held.token, held.assigned
+        token, assigned = held.token, held.assigned
         match request.mode:
-            case "assign" if not request.wire:
+            case "assign":
                 value, state, token = self._copy(payload), held.state, 0
                 stamp = request.stamp if any(request.stamp) else (self.epoch, self.moment + 1)
                 assigned = (stamp[0], stamp[1])
             case "add":
                 value, state = self._allocate(held.layout.size_bytes), held.state
-                views = map(held.layout.views, (held.value.data, value.data))
-                for old, new, update in zip(*views, coding.decode(payload), strict=True):
+                views = map(held.layout.views, (held.value.data, value.data, payload))
+                for old, new, update in zip(*views, strict=True):
                     bulk.add(old, update, new)
             case "apply":
-                value, state = self._updated(request.name, held, coding.decode(payload))
+                value, state = self._updated(request.name, held, held.layout.views(payload))
             case "replace optimizer" if held.rule:
                 held = self._with_rule(request.name, held, request.rule)
                 value, state = held.value, held.state

@@ -15,13 +15,12 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from stepcache.errors import OptimizerWarning, OptionError, VariablesError, warn
 from stepcache.serving.client import Client
-from stepcache.serving.coding import Coding
 from stepcache.serving.messages import BlockLayout, Described, LeafType, Status
 from stepcache.serving.optimizers import ExportedRule, differ
 from stepcache.serving.transport import Version
@@ -69,19 +68,11 @@ def leaves_by_host(name: str, sizes: Sequence[int], hosts: int) -> dict[int, lis
     return {host: sorted(leaves) for host, leaves in found.items()}
 
 
-class Part:
-    """The part of some variables that one host holds: numbers and types of its leaves."""
+class Part(NamedTuple):
+    """The part of some variables that one host holds: numbers and block of its leaves."""
 
-    def __init__(self, leaves: list[int], types: Sequence[LeafType]):
-        self.leaves, self._types = leaves, types
-        self._codings: dict[str, Coding] = {}
-        self.block = BlockLayout(types)
-
-    def coding(self, wire: str) -> Coding:
-        """Returns the coding of the leaves for a wire; "" for none."""
-        if wire not in self._codings:
-            self._codings[wire] = Coding(self._types, wire)
-        return self._codings[wire]
+    leaves: list[int]
+    block: BlockLayout
 
 
 class Hosts:
@@ -203,7 +194,8 @@ class Hosts:
         if is_whole:
             shares = {first_host(name, hosts): [*range(len(types))]}
         return {
-            host: Part(leaves, [types[leaf] for leaf in leaves]) for host, leaves in shares.items()
+            host: Part(leaves, BlockLayout([types[leaf] for leaf in leaves]))
+            for host, leaves in shares.items()
         }
 
     def _found_elsewhere(
@@ -240,16 +232,15 @@ class Hosts:
         self,
         name: str,
         mode: str,
-        arrays: Sequence[Sequence[Any]],
+        leaves: Sequence[Any],
         base: Versions | None = None,
-        wire: str = "",
         on_kept: Callable[[], None] = lambda: None,
     ) -> Versions:
         """Writes exactly once to each host that has leaves of the variables.
 
         Args:
-            name, mode, wire: as in `WriteRequest`.
-            arrays: the coded arrays of each leaf.
+            name, mode: as in `WriteRequest`.
+            leaves: the value or the update.
             base: version that the value was computed from, for variables on one host.
             on_kept: called for each host that has applied the write or will apply it.
 
@@ -259,9 +250,8 @@ class Hosts:
         """
 
         def written(host: int, part: Part) -> Version:
-            values = [array for leaf in part.leaves for array in arrays[leaf]]
-            row = (name, mode, part.coding(wire).layout, values, _token(base, host))
-            return self.clients[host].write(*row, wire=wire, on_kept=on_kept)
+            row = (part.block, [leaves[number] for number in part.leaves], _token(base, host))
+            return self.clients[host].write(name, mode, *row, on_kept=on_kept)
 
         parts = self._parts[name]
         calls = [functools.partial(written, *row) for row in parts.items()]
@@ -273,22 +263,20 @@ class Hosts:
         known: Sequence[Versions | None],
         *,
         values: bool = True,
-        wires: Sequence[str] = (),
-    ) -> tuple[list[Versions], list[list[list[np.ndarray]] | None]]:
+    ) -> tuple[list[Versions], list[list[np.ndarray] | None]]:
         """Reads variables, on each host as of one moment, after all writes of this process.
 
         Args:
             names, known: names of the variables; versions that the caller has, None for none.
             values: whether to read the values of newer versions, or the versions alone.
-            wires: wire of each; by default none is coded.
 
         Returns:
-            The version of each, and the coded arrays of its leaves, or None where the caller has
-            the current value. The arrays never change.
+            The version of each, and its leaves, or None where the caller has the current value.
+            The leaves never change.
         """
-        known, wires = [*known], wires or [""] * len(names)
+        known = [*known]
         while True:
-            versions, blocks = self._read_once(names, known, values, wires)
+            versions, blocks = self._read_once(names, known, values)
             partial = [
                 index
                 for index, name in enumerate(names)
@@ -298,18 +286,11 @@ class Hosts:
                 break
             for index in partial:  # A value needs the parts of all hosts.
                 known[index] = None
-        arrays = [
-            self._joined(name, wire, found) if found else None
-            for name, wire, found in zip(names, wires, blocks, strict=True)
-        ]
-        return versions, arrays
+        rows = zip(names, blocks, strict=True)
+        return versions, [self._joined(name, found) if found else None for name, found in rows]
 
     def _read_once(
-        self,
-        names: Sequence[str],
-        known: Sequence[Versions | None],
-        values: bool,
-        wires: Sequence[str],
+        self, names: Sequence[str], known: Sequence[Versions | None], values: bool
     ) -> tuple[list[Versions], list[dict[int, np.ndarray]]]:
         asked: dict[int, list[int]] = {}
         for index, name in enumerate(names):
@@ -318,8 +299,7 @@ class Hosts:
 
         def read(host: int, indices: list[int]) -> Any:
             tokens = [_token(known[index], host) for index in indices]
-            asked_names, asked_wires = ([each[i] for i in indices] for each in (names, wires))
-            return self.clients[host].read(asked_names, tokens, values=values, wires=asked_wires)
+            return self.clients[host].read([names[i] for i in indices], tokens, values=values)
 
         results = self.together([functools.partial(read, *row) for row in asked.items()])
         versions: list[Versions] = [{} for _ in names]
@@ -331,15 +311,11 @@ class Hosts:
                     blocks[index][host] = block
         return versions, blocks
 
-    def _joined(
-        self, name: str, wire: str, blocks: dict[int, np.ndarray]
-    ) -> list[list[np.ndarray]]:
-        """Joins the blocks of all hosts: the arrays of each leaf, in the order of the leaves."""
-        found: dict[int, list[np.ndarray]] = {}
+    def _joined(self, name: str, blocks: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """Joins the blocks of all hosts: the leaves, in their order."""
+        found: dict[int, np.ndarray] = {}
         for host, part in self._parts[name].items():
-            coding = part.coding(wire)
-            arrays = coding.of_leaves(coding.layout.views(blocks[host]))
-            found.update(zip(part.leaves, map(list, arrays), strict=True))
+            found.update(zip(part.leaves, part.block.views(blocks[host]), strict=True))
         return [found[number] for number in range(len(found))]
 
     def status(self, host: int) -> Status:

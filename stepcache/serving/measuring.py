@@ -28,26 +28,20 @@ from stepcache.variables.policy import Read, Write
 from stepcache.variables.transfer import Meter
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-WIRES = (None, "bf16", "int8")
 _RUNS, _PAUSE_SECONDS, _START_SECONDS = 12, 0.003, 60.0
 _KEPT = {
     "check": Read(cache="device"),
-    "place": Read(cache="host"),
     "ahead": Read(cache="device", prefetch=True),
 }
-_OPERATIONS = (
-    *(f"{what} {wire}".removesuffix(" None") for what in ("fetch", "push") for wire in WIRES),
-    *_KEPT,
-)
+_OPERATIONS = ("fetch", "push", *_KEPT)
 
 
 def served_times(address: str) -> LinkTimes:
     """Returns the times of variables that a server holds; measures them unless they are known.
 
     They are kept as those of links are, for each engine. Operations are `fetch`, a read of a new
-    version to the devices; `push`, of an update; both also coded (`fetch bf16`); `check`, a read
-    that finds its copy current; `place`, from a copy on the host to the devices; and `ahead`, a
-    read of what was fetched ahead, which starts the next one.
+    version to the devices; `push`, of an update; `check`, a read that finds its copy current;
+    and `ahead`, a read of what was fetched ahead, which starts the next one.
 
     Args:
         address: of a server; another one of its engine is started, and ended.
@@ -108,18 +102,17 @@ def _measured(machine: str, address: str) -> LinkTimes:
     seconds: dict[str, float] = {}
     with connect(address) as server:
         for size in SIZES:
-            found = [_timed(server, size, wire) for wire in WIRES]
-            seconds |= {f"{name} {size}": took for each in found for name, took in each.items()}
+            seconds |= {f"{name} {size}": took for name, took in _timed(server, size).items()}
     return LinkTimes(machine, today(), seconds, {}, 0.0)
 
 
-def _timed(server: Any, size: int, wire: Any) -> dict[str, float]:
+def _timed(server: Any, size: int) -> dict[str, float]:
     """The seconds of reads and pushes of a value of some size."""
-    tree, name = np.ones(size // 4, np.float32), f"{size} {wire}"
+    tree, name = np.ones(size // 4, np.float32), str(size)
     times: dict[str, list[float]] = {}
     update = jax.block_until_ready(jax.numpy.zeros(size // 4, np.float32))
-    write = Write(mode="add", wire=wire)
-    value = server.variables(name, tree, read=Read(wire=wire), write=write)
+    write = Write(mode="add")
+    value = server.variables(name, tree, read=Read(), write=write)
 
     def took(key: str, run: Callable[[], Any]) -> None:
         started = time.perf_counter()
@@ -129,17 +122,14 @@ def _timed(server: Any, size: int, wire: Any) -> dict[str, float]:
     for _ in range(_RUNS):
         took("push", lambda: value.push(update))
         took("fetch", lambda: _read(value))
-    for key, read in _KEPT.items() if wire is None else ():
+    for key, read in _KEPT.items():
         kept = server.variables(name, tree, read=read, write=write)
         for _ in range(_RUNS):
             value.push(update)
             _read(kept)  # The new version; then what takes none.
             time.sleep(_PAUSE_SECONDS * read.prefetch)
             took(key, lambda kept=kept: _read(kept))
-    found = {key: statistics.median(some[_RUNS // 3 :]) for key, some in times.items()}
-    if "place" in found:
-        found["place"] = max(0.0, found["place"] - found["check"])
-    return {f"{key} {wire}".removesuffix(" None"): each for key, each in found.items()}
+    return {key: statistics.median(some[_RUNS // 3 :]) for key, some in times.items()}
 
 
 def _read(variables: Any) -> None:

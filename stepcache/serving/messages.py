@@ -159,7 +159,6 @@ class WriteRequest:
             returns it; of "create table" and "alter table", the type of the table, as
             `TableType.packed` returns it.
         stamp: of a repeated write, epoch and moment of the host when it was first applied.
-        wire: coding of the update in its block, for "add" and "apply"; empty for none.
         serial: number among all writes of the client, refused ones included. The next write after a
             refused one has the same `sequence`, and another serial.
     """
@@ -173,7 +172,6 @@ class WriteRequest:
     types: list[LeafType] = field(default_factory=list)
     rule: bytes = b""
     stamp: tuple[int, int] = (0, 0)
-    wire: str = ""
     serial: int = 0
 
 
@@ -185,13 +183,11 @@ class ReadRequest:
         names: names of the variables.
         known: tokens of the versions that the client has; 0 for none.
         values: whether to send the values of newer versions, or the versions alone.
-        wires: coding of each value, as in `WriteRequest`; empty if none is coded.
     """
 
     names: list[str]
     known: list[int]
     values: bool = True
-    wires: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

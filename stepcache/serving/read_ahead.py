@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -28,12 +27,10 @@ class Arrival(NamedTuple):
     Attributes:
         version: the newest version at that time.
         kept: its value, in the form in which copies are kept; None if the reader had it already.
-        seconds: time of the read, by `time.monotonic`.
     """
 
     version: Versions
     kept: Any
-    seconds: float
 
 
 class ReadAhead:
@@ -55,10 +52,9 @@ class ReadAhead:
     def _read(self, settings: Any, masters: Any, names: Any, known: Any) -> Any:
         try:
             with settings:
-                seconds, wires = time.monotonic(), [master.wire for master in masters]
-                rows = zip(masters, *self._hosts.read(names, known, wires=wires), strict=True)
+                rows = zip(masters, *self._hosts.read(names, known), strict=True)
                 return {
-                    master: Arrival(version, master.as_copy(leaves), seconds)
+                    master: Arrival(version, master.as_copy(leaves))
                     for master, version, leaves in rows
                 }
         except Exception as error:

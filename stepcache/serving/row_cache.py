@@ -7,7 +7,6 @@ et al., VLDB 2022).
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -42,7 +41,6 @@ class RowCache:
             `max_staleness` counts lookups.
         capacity: number of rows. The least recently used rows are replaced.
         shape, dtype: shape and dtype of one row.
-        clock: returns the time in seconds.
 
     Attributes:
         reads: number of rows that were looked up.
@@ -55,19 +53,16 @@ class RowCache:
         capacity: int,
         shape: Sequence[int],
         dtype: np.dtype,
-        clock: Callable[[], float] = time.monotonic,
     ):
-        self.capacity = capacity
-        self._policy, self._clock = policy, clock
+        self.capacity, self._policy = capacity, policy
         self._buffer = jnp.zeros((capacity, *shape), dtype)
         self._places: dict[int, int] = {}  # Positions in the buffer, by the number of the row.
         self._ids = np.full(capacity, _EMPTY)
         self._lookups = self.reads = self.hits = 0
         self._used = np.full(capacity, _EMPTY)  # The last lookup that used each.
-        # When each was last known to be current: version of the table, epoch, lookup, seconds.
+        # When each was last known to be current: version of the table, epoch, lookup.
         self._compared, self._epochs = np.full(capacity, _EMPTY), np.zeros(capacity, np.int64)
         self._compared_lookup = np.zeros(capacity, np.int64)
-        self._compared_seconds = np.zeros(capacity)
 
     def lookup(self, ids: np.ndarray, padded: int, fetch: Fetch) -> tuple[jax.Array, int]:
         """Looks different rows up, at most as many as the capacity.
@@ -104,15 +99,8 @@ class RowCache:
 
     def _may_serve(self, places: np.ndarray) -> np.ndarray:
         """Returns for each copy whether it may serve without being compared."""
-        steps, seconds = self._policy.max_staleness, self._policy.max_age
-        if not steps and seconds is None:
-            return np.zeros(places.size, bool)
-        is_allowed = (places >= 0) & (self._compared[places] >= 0)
-        if steps:
-            is_allowed &= self._lookups - self._compared_lookup[places] <= steps
-        if seconds is not None:
-            is_allowed &= self._clock() - self._compared_seconds[places] <= seconds
-        return is_allowed
+        is_late = self._lookups - self._compared_lookup[places] > self._policy.max_staleness
+        return (places >= 0) & (self._compared[places] >= 0) & ~is_late
 
     def _make_room(self, ids: np.ndarray) -> np.ndarray:
         """Returns positions for new rows: free ones, then those of the least recently used rows."""
@@ -129,7 +117,6 @@ class RowCache:
         """Notes that copies are current now."""
         self._compared[places], self._epochs[places] = numbers, epochs
         self._compared_lookup[places] = self._lookups
-        self._compared_seconds[places] = self._clock()
 
     def _copy(self, places: np.ndarray, rows: np.ndarray) -> int:
         if not places.size:

@@ -7,21 +7,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.serving.coding import Coding, ErrorFeedback
 from stepcache.serving.hosts import Hosts, Versions
-from stepcache.serving.optimizers import types_of
 from stepcache.serving.read_ahead import Arrival
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Buffer, Layout, Packed, Slot, shards_bytes
+from stepcache.variables.packing import Layout, Packed, Slot
 from stepcache.variables.plan import (
     HOST_LINK,
     SERVER_LINK,
@@ -31,11 +28,8 @@ from stepcache.variables.plan import (
     extent_of,
     links,
 )
-from stepcache.variables.policy import Read, Write
-from stepcache.variables.routes import decoder
-from stepcache.variables.shares import replicated
+from stepcache.variables.policy import Read
 from stepcache.variables.transfer import Meter
-from stepcache.variables.wire import ERROR_BOUNDS
 
 
 class Served(Master):
@@ -49,11 +43,8 @@ class Served(Master):
         source: reads several masters in one request.
         hosts, name: the clients of all hosts, and the name of the variables there.
         layout: layout of the value on the devices of this process.
-        policy, write: which copies may serve, and how updates are coded.
+        policy: which copies may serve.
         version: version of the value.
-
-    Attributes:
-        wire: coding of the values that steps read; empty for none.
     """
 
     is_resident, applies_updates = False, True
@@ -65,17 +56,12 @@ class Served(Master):
         name: str,
         layout: Layout,
         policy: Read,
-        write: Write,
         version: Versions,
     ):
         super().__init__(Packed(layout, ()))
         self.source = self._source = source
         self._hosts = hosts
         self._name, self._policy = name, policy
-        types = types_of([(slot.path, slot) for slot in layout.slots])
-        self.wire = policy.wire or ""
-        self._exact, self._read_coding = Coding(types), Coding(types, policy.wire)
-        self._feedback = ErrorFeedback(Coding(types, write.wire))
         self._copies = Copies(policy)
         self.version, self._current = _number(version), version
         self._copied_at = version  # The last version at which the kept copy was the newest.
@@ -106,17 +92,7 @@ class Served(Master):
             The name, as the hosts know it; the version of the copy if that is the latest known one;
             and the version at which a copy that may serve without asking was the newest. None for
             none.
-
-        Raises:
-            VariablesError: the reader carries the value, and reads are coded.
         """
-        if reader.carried and self.wire:
-            raise VariablesError(
-                "a carried value would be rounded at each call, and then assigned",
-                where=self._name,
-                got=f"Read(wire={self.wire!r})",
-                hint="leave the wire out, or push updates",
-            )
         self._is_asked = False
         self._granted, _ = self._serving(reader)
         self._is_asked = True
@@ -125,12 +101,12 @@ class Served(Master):
         copied_at = self._copied_at if self._granted is not None else None
         return self._name, self._current if is_current else None, copied_at
 
-    def receive(self, version: Versions | None, leaves: list[list[np.ndarray]] | None) -> None:
+    def receive(self, version: Versions | None, leaves: list[np.ndarray] | None) -> None:
         """Stores the hosts' reply to a lookup.
 
         Args:
             version: the current version; None if the hosts were not asked.
-            leaves: the arrays of each leaf, which never change; None if the reader needs none.
+            leaves: the value, which never changes; None if the reader needs none.
         """
         self._is_asked, self._fetched = version is not None, None
         if version is not None:
@@ -145,23 +121,9 @@ class Served(Master):
                 self._copies.reset()  # Writes may have been repeated in another order.
         self._current, self.version = version, _number(version)
 
-    def as_copy(self, arrays: list[list[np.ndarray]] | None) -> Any:
-        """Returns a value in the form in which copies are kept; None for None.
-
-        With `cache="host"` these are the arrays of the host, else decoded arrays on the devices.
-        """
-        return arrays and (arrays if self._policy.cache == "host" else self._on_devices(arrays))
-
-    def _on_devices(self, arrays: Sequence[Sequence[np.ndarray]]) -> Packed:
-        leaves = []
-        rows = zip(self._read_coding.leaves, arrays, self.layout.buffers, strict=True)
-        for leaf, parts, buffer in rows:
-            if leaf.wire is None or not _decodes(buffer):
-                leaves.append(leaf.decode(parts))
-            else:
-                where = buffer.sharding and replicated(buffer.sharding)
-                leaves.append(decoder(leaf.wire, buffer)(jax.device_put(parts, where)))
-        return transfer.pack(leaves, self.layout, may_alias=True)
+    def as_copy(self, leaves: list[np.ndarray] | None) -> Any:
+        """Returns a value in the form in which copies are kept; None for None."""
+        return leaves and transfer.pack(leaves, self.layout, may_alias=True)
 
     def reads_ahead(self, reader: Reader) -> bool:
         """Returns whether the value is to be read in the background for the next step."""
@@ -179,14 +141,13 @@ class Served(Master):
 
     def arrived(self, arrival: Arrival) -> None:
         """Keeps the result of the job, unless this process has seen a newer version since."""
-        version, kept, seconds = arrival
+        version, kept = arrival
         if kept is not None:
-            is_there = self._policy.cache != "host"
-            self._ahead_links = self._read_links(is_there, is_sent=True)
+            self._ahead_links = self._read_links
         rows = [(now, self._current[host]) for host, now in version.items()]
         if all((now.epoch, now.moment) >= (seen.epoch, seen.moment) for now, seen in rows):
             self._set_current(version)
-            self._copies.arrived(self.version, kept, seconds)
+            self._copies.arrived(self.version, kept)
             self._copied_at = version
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -195,26 +156,24 @@ class Served(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        if copy is not None and self._policy.cache != "host":
+        if copy is not None:
             way = ("server", "devices", "none", why, reader.arguments)
             planned = (Transfer(variable, copy.version, *way, extent=self._extent),)
         else:
-            moved = self._read_links(True, is_sent=copy is None)
-            planned = (self._plan_read(variable, why, reader, moved),)
+            planned = (self._plan_read(variable, why, reader, self._read_links),)
         if self._ahead_links:
             why = "it was prefetched for this step"
             planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
         return planned
 
     def _plan_read(self, variable: str, why: str, reader: Reader, moved: Links) -> Transfer:
-        coded = (self.wire, ERROR_BOUNDS[self._policy.wire])
-        way = ("server", "devices", "copy", why, reader.arguments, moved, *coded)
+        way = ("server", "devices", "copy", why, reader.arguments, moved)
         return Transfer(variable, self.version, *way, extent=self._extent)
 
-    def _read_links(self, is_moved: bool, is_sent: bool) -> Links:
-        """Returns the bytes over each link of a read: to the devices, and sent by the host."""
-        server_bytes = self._read_coding.size_bytes if is_sent else 0
-        return links(self._host_bytes if is_moved else 0, 0, server_bytes)
+    @functools.cached_property
+    def _read_links(self) -> Links:
+        """The bytes of a read over each link: to the devices, and sent by the host."""
+        return links(self._extent.held_bytes, 0, self.layout.size_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
@@ -222,29 +181,15 @@ class Served(Master):
         return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     @functools.cached_property
-    def _placed(self) -> list[Any]:
-        """The buffers, each with its sharding on the devices."""
-        here = SingleDeviceSharding(jaxcompat.default_device())
-        return [each._replace(sharding=each.sharding or here) for each in self.layout.buffers]
-
-    @functools.cached_property
     def _extent(self) -> Extent:
-        return extent_of(self._placed)
-
-    @functools.cached_property
-    def _host_bytes(self) -> int:
-        """Bytes that are moved to the devices for one copy."""
-        return sum(
-            leaf.size_bytes * len(buffer.sharding.device_set)
-            if leaf.wire and _decodes(buffer)
-            else shards_bytes(buffer)
-            for leaf, buffer in zip(self._read_coding.leaves, self._placed, strict=True)
-        )
+        here = SingleDeviceSharding(jaxcompat.default_device())
+        buffers = self.layout.buffers
+        return extent_of(each._replace(sharding=each.sharding or here) for each in buffers)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None
-        # One that was granted serves, though it has become too old: the values of a call are of one
-        # moment.
+        # One that was granted serves, though another thread has looked at a newer value since: the
+        # values of a call are of one moment.
         copy = self._granted or self._serving(reader)[0]
         self._granted = None
         if fetched is not None:
@@ -260,67 +205,48 @@ class Served(Master):
         self._is_asked = False
         if reader.carried:
             self._copies.drop()  # The program will donate it.
-        is_on_host = not isinstance(kept, Packed)
-        is_moved = is_on_host or fetched is not None
-        moved = self._read_links(is_moved, is_sent=fetched is not None)
-        for link, size in (*self._ahead_links, *moved):
+        for link, size in (*self._ahead_links, *(self._read_links if fetched is not None else ())):
             meter[link] += size
         self._ahead_links = ()
-        return self._on_devices(kept) if is_on_host else kept
+        return kept
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += self.layout.size_bytes
         leaves = packed.layout.unpack([np.asarray(each) for each in packed.buffers])
-        self._assign(leaves, session, meter, base=self._current)
-        on_host = self._policy.cache == "host"
-        kept = [[np.array(leaf)] for leaf in leaves] if on_host else packed
-        self._copies.keep(self.version, kept, exact=True)
+        self._write("assign", leaves, session, meter, base=self._current)
+        self._copies.keep(self.version, packed)
         self._copied_at = self._current
 
-    def _assign(
-        self, leaves: Sequence[Any], session: Any, meter: Meter, base: Versions | None = None
-    ) -> None:
-        self._write("assign", [[leaf] for leaf in leaves], self._exact, session, meter, base=base)
-
     def _write(
-        self, mode: str, arrays: Any, coding: Coding, session: Any, meter: Meter, **options: Any
+        self, mode: str, leaves: Sequence[Any], session: Any, meter: Meter, **options: Any
     ) -> None:
         try:
-            version = self._hosts.write(self._name, mode, arrays, **options)
+            version = self._hosts.write(self._name, mode, leaves, **options)
         except BaseException:
             self._copies.drop()  # The hosts may have the write, or get it later.
             raise
         self._set_current(version)
-        meter[SERVER_LINK] += coding.size_bytes
+        meter[SERVER_LINK] += self.layout.size_bytes
         self._copies.wrote(session, self.version)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        meter[HOST_LINK] += transfer.to_host_bytes(leaves, None)
-        self._assign(list(map(np.asarray, leaves)), session, meter)
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+        self._write("assign", list(map(np.asarray, leaves)), session, meter)
 
     def apply(
         self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
     ) -> None:
-        meter[HOST_LINK] += self._feedback.host_bytes(leaves)
-        arrays, left = self._feedback.encode(leaves)
-        coding = self._feedback.coding
-
-        def keep() -> None:
-            self._feedback.keep(left)
-            on_kept()
-
-        options = {"wire": coding.wire or "", "on_kept": keep}
-        self._write(mode, coding.of_leaves(arrays), coding, session, meter, **options)
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+        self._write(mode, list(map(np.asarray, leaves)), session, meter, on_kept=on_kept)
 
     def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
         way = ("devices", "server", "update", "the host computes", ())
-        coding = self._feedback.coding
-        moved = links(self._feedback.host_bytes(leaves), 0, coding.size_bytes)
+        moved = links(transfer.to_host_bytes(leaves), 0, self.layout.size_bytes)
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def leaves(self, meter: Meter) -> list[Any]:
         (version,), (found,) = self._hosts.read([self._name], [None])
-        leaves = [np.array(leaf) for (leaf,) in found or ()]
+        leaves = [np.array(leaf) for leaf in found or ()]
         meter[SERVER_LINK] += self.layout.size_bytes
         self._seen = _number(version)
         return leaves
@@ -339,16 +265,6 @@ class Served(Master):
 
     def _template(self, slot: Slot) -> Any:
         return blank(slot.shape, slot.dtype)
-
-
-def _decodes(buffer: Buffer) -> bool:
-    """Returns whether the devices decode a buffer. Otherwise numpy does.
-
-    Numpy decodes buffers that are split over devices, which each get only their shard, and weakly
-    typed ones: only numpy values become weakly typed arrays.
-    """
-    is_whole = buffer.sharding is None or buffer.sharding.is_fully_replicated
-    return is_whole and not buffer.weak_type
 
 
 def _number(version: Versions) -> int:

@@ -1,16 +1,13 @@
-"""`Copies`: which copy of a value may serve a reader, by version, by steps and by age.
+"""`Copies`: which copy of a value may serve a reader, by version and by steps.
 
-It decides, and moves nothing. A copy serves while its version is current. With `max_staleness` or
-`max_age` it may also serve after a write, but not a session that wrote, or has read, a newer
-version.
+It decides, and moves nothing. A copy serves while its version is current. With `max_staleness` it
+may also serve after a write, but not a session that wrote, or has read, a newer version.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +21,14 @@ class Copy:
 
     version: int
     value: Any
-    fetched_seconds: float  # Or last found to be current.
-    served_steps: int = 0  # Since then.
-    exact: bool = False  # Fetched without a `wire`.
+    served_steps: int = 0  # Since it was fetched, or last found to be current.
 
 
 class Copies:
     """The copy that a process keeps of one value, and the one that it prefetched."""
 
-    def __init__(self, policy: Read, clock: Callable[[], float] = time.monotonic):
-        self._policy, self._clock = policy, clock
+    def __init__(self, policy: Read):
+        self._policy = policy
         self._kept: Copy | None = None
         self._ahead: Copy | None = None
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -72,14 +67,11 @@ class Copies:
         known = self._known_outside if reader is None else self._known.get(reader, 0)
         if known > copy.version:
             return None, f"{behind}: this session wrote it, or has seen it"
-        if not policy.max_staleness and policy.max_age is None:
+        if not policy.max_staleness:
             return None, behind
-        if policy.max_staleness and copy.served_steps >= policy.max_staleness:
+        if copy.served_steps >= policy.max_staleness:
             return None, f"{behind}: it has served {counted(copy.served_steps, 'step')}"
-        age = self._clock() - copy.fetched_seconds
-        if policy.max_age is not None and age > policy.max_age:
-            return None, f"{behind}: it is {age:.3g} s old"
-        return copy, f"{behind}, which max_staleness or max_age allows"
+        return copy, f"{behind}, which max_staleness allows"
 
     def served(self, copy: Copy, current: int | None) -> None:
         """Records that a copy serves a step. A current one starts a new period of staleness."""
@@ -90,31 +82,31 @@ class Copies:
                 return
             self._kept = copy
         if copy.version == current:
-            copy.fetched_seconds, copy.served_steps = self._clock(), 0
+            copy.served_steps = 0
         else:
             copy.served_steps += 1
 
-    def keep(self, version: int, value: Any, *, exact: bool = False) -> None:
+    def keep(self, version: int, value: Any) -> None:
         """Keeps a new copy, if the policy keeps copies and no newer one is kept already."""
         if self._policy.cache is not None and (self._kept is None or self._kept.version <= version):
-            self._kept = Copy(version, value, self._clock(), exact=exact)
+            self._kept = Copy(version, value)
 
-    def ahead(self, version: int, value: Any, *, exact: bool = False) -> None:
+    def ahead(self, version: int, value: Any) -> None:
         """Keeps a copy for the next step."""
-        self._ahead = Copy(version, value, self._clock(), exact=exact)
+        self._ahead = Copy(version, value)
 
-    def arrived(self, version: int, value: Any, seconds: float) -> None:
-        """Keeps a copy of the version that was current at a moment, by `clock`.
+    def arrived(self, version: int, value: Any) -> None:
+        """Keeps a copy of the version that was found to be current.
 
         Its value is None if the copy that is kept may have that version.
         """
         if value is None:
             if self._kept is not None and self._kept.version == version:
-                self._kept.fetched_seconds, self._kept.served_steps = seconds, 0
+                self._kept.served_steps = 0
         elif self._policy.cache is None:
-            self._ahead = Copy(version, value, seconds)
+            self._ahead = Copy(version, value)
         else:
-            self._kept = Copy(version, value, seconds)
+            self._kept = Copy(version, value)
 
     def drop(self) -> None:
         """Drops all copies."""

@@ -73,14 +73,13 @@ def _devices(placer: Placer | None) -> list[Any]:
 
 def _measured(machine: str, placer: Placer | None, routes: Sequence[str] = ROUTES) -> LinkTimes:
     """Measures transfers of values of several sizes, and of several leaves."""
-    wires = ("bf16", "int8") if len(routes) > 1 else ()
     seconds = {
         f"{operation} {size}": took
         for size in SIZES
-        for operation, took in _operations(placer, [size], routes, wires).items()
+        for operation, took in _operations(placer, [size], routes).items()
     }
     times = LinkTimes(machine, today(), seconds, {}, _overlap(placer))
-    several = _operations(placer, [_LEAF_BYTES] * _LEAVES, routes, wires)
+    several = _operations(placer, [_LEAF_BYTES] * _LEAVES, routes)
     for operation, took in several.items():
         more = took - times.of(operation, _LEAVES * _LEAF_BYTES)
         times.leaf_seconds[operation] = max(0.0, more) / (_LEAVES - 1)
@@ -88,14 +87,13 @@ def _measured(machine: str, placer: Placer | None, routes: Sequence[str] = ROUTE
 
 
 def _operations(
-    placer: Placer | None, sizes: Sequence[int], routes: Sequence[str], wires: Sequence[str]
+    placer: Placer | None, sizes: Sequence[int], routes: Sequence[str]
 ) -> dict[str, float]:
     """The seconds of each operation on a value of leaves of such sizes."""
     master = _master(placer, sizes)
     layout, packed = master.host_layout, master.packed
     resident = Route(layout, "gather").read(packed, Meter())
     reads = {route: Route(layout, route) for route in routes}
-    reads |= {f"gather {wire}": Route(layout, "gather", wire=wire) for wire in wires}
     runs: dict[str, Callable[[], Any]] = {
         name: functools.partial(lambda route: _looked_at(route.read(packed, Meter())), route)
         for name, route in reads.items()

@@ -23,7 +23,7 @@ from stepcache.storage.private_files import default_directory, make_directory, r
 from stepcache.units import readable_seconds
 
 ROUTES = ("each", "fanout", "gather")
-OPERATIONS = (*ROUTES, "gather bf16", "gather int8", "program", "carry", "split", "ahead", "write")
+OPERATIONS = (*ROUTES, "program", "carry", "split", "ahead", "write")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class LinkTimes:
     """How long transfers take between the memory of a host and some of its devices.
 
     Operations are the routes of a read; `program`, a read inside the program that takes the value,
-    and `carry`, the same with a write back; `split`, a read of shards without a gather;
-    `gather bf16` and `gather int8`, coded reads; `ahead`, a read beside a running step; `write`,
-    from the devices.
+    and `carry`, the same with a write back; `split`, a read of shards without a gather; `ahead`, a
+    read beside a running step; `write`, from the devices.
     """
 
     machine: str  # Name of the host, its cores, and platform, kind and number of the devices.

@@ -31,7 +31,6 @@ from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
 from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
-from stepcache.variables.wire import ERROR_BOUNDS
 
 LOST = "the value is lost"
 
@@ -190,11 +189,11 @@ class InHostMemory(Master):
     @property
     def _may_cross_in_program(self) -> bool:
         """Whether the policy asks for nothing that a program which reads the value cannot do."""
-        return not (self._policy.cache or self._policy.prefetch or self._policy.wire)
+        return not (self._policy.cache or self._policy.prefetch)
 
     @functools.cached_property
     def _crosses_in_program(self) -> bool:
-        return self._may_cross_in_program and self._exact_route.name == "gather"
+        return self._may_cross_in_program and self._route.name == "gather"
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = super().plan(variable, reader)
@@ -212,9 +211,8 @@ class InHostMemory(Master):
         return (Transfer(variable, copy.version, *there, extent=self._extent),)
 
     def _plan_read(self, variable: str, version: int, reader: Reader, more: str = "") -> Transfer:
-        route = self._route(reader)
-        coded = (route.wire or "", ERROR_BOUNDS[route.wire])
-        rest = (route.name, route.why + more, reader.arguments, route.link_bytes, *coded)
+        route = self._route
+        rest = (route.name, route.why + more, reader.arguments, route.link_bytes)
         return Transfer(variable, version, "host", "devices", *rest, self._extent)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
@@ -224,11 +222,8 @@ class InHostMemory(Master):
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
         copy, why = self._copies.serving(reader.session, self.version)
-        if copy is not None and reader.carried:
-            if copy.version != self.version:
-                return None, "a carried value has to be current"
-            if self._policy.wire is not None and not copy.exact:
-                return None, "a carried value has to be read exactly"
+        if copy is not None and reader.carried and copy.version != self.version:
+            return None, "a carried value has to be current"
         return copy, why
 
     @functools.cached_property
@@ -236,12 +231,8 @@ class InHostMemory(Master):
         pairs = zip(self.host_layout.on_host, self.host_layout.on_device, strict=True)
         return extent_of(device for host, device in pairs if host is not None)
 
-    def _route(self, reader: Reader) -> Route:
-        # A carried value is read exactly: the master would drift.
-        return self._exact_route if reader.carried else self._coded_route
-
     @functools.cached_property
-    def _exact_route(self) -> Route:
+    def _route(self) -> Route:
         policy, devices, measured = self._policy, self._devices, None
         if policy.route == "auto" and self.is_here and len(devices) > 1:
             about = self.layout.size_bytes, len(self.layout.buffers), self._may_cross_in_program
@@ -259,11 +250,6 @@ class InHostMemory(Master):
         buffers = self.host_layout.on_device
         return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
 
-    @functools.cached_property
-    def _coded_route(self) -> Route:
-        exact, wire = self._exact_route, self._policy.wire
-        return Route(self.host_layout, exact.name, exact.why, wire) if wire else exact
-
     def take(self, reader: Reader, meter: Meter) -> Packed:
         if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
@@ -277,7 +263,7 @@ class InHostMemory(Master):
             self._copies.served(copy, self.version)
             packed = copy.value
         else:
-            packed = self._route(reader).read(self.packed, meter)
+            packed = self._route.read(self.packed, meter)
             self._copies.fetches += 1
             self._copies.keep(self.version, packed)
         if reader.carried:
@@ -297,13 +283,12 @@ class InHostMemory(Master):
             self._write(transfer.written(packed, self.host_layout, meter), session)
             return
         self._write(transfer.write(packed, self.host_layout, meter), session)
-        self._copies.keep(self.version, transfer.free(packed), exact=True)
+        self._copies.keep(self.version, transfer.free(packed))
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._policy.prefetch:
-            route = self._route(reader)
-            packed = route.read(self.packed, meter, ahead=True)
-            self._copies.ahead(self.version, packed, exact=route.wire is None)
+            packed = self._route.read(self.packed, meter, ahead=True)
+            self._copies.ahead(self.version, packed)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         packed = transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter)

@@ -51,7 +51,10 @@ class NoTree:
 
         def __getattr__(self, name):
             what = f"variables have no attribute {name!r}"
-            raise NoAttributeError(what, where=vars(self).get("name"), hint=_USE_VALUE)
+            hint = _USE_VALUE
+            if name in ("save", "restore"):
+                hint = f"write stepcache.{name}(directory, value=...), with the variables"
+            raise NoAttributeError(what, where=vars(self).get("name"), hint=hint)
 
         def __setattr__(self, name, value):
             if not name.startswith("_"):

@@ -57,8 +57,6 @@ class Transfer:
         why: what chose the route, or why nothing moves.
         readers: the arguments that it is for; several share one transfer.
         link_bytes: bytes that cross each link.
-        wire: the type of floating point values in transit; empty where that is their own.
-        error_bound: the largest error of a coded value, in words; empty for exact.
         extent: of the value on the devices, whether it moves or not.
     """
 
@@ -70,8 +68,6 @@ class Transfer:
     why: str
     readers: tuple[str, ...] = ()
     link_bytes: Links = ()
-    wire: str = ""
-    error_bound: str = ""
     extent: Extent = Extent()
 
     @property

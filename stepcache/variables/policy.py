@@ -7,9 +7,10 @@ memory gets their value, `Write` how an update gets back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -17,10 +18,33 @@ from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
 ROUTES = ("auto", "each", "fanout", "gather")
-WIRES = (None, "bf16", "int8")
-CACHES = (None, "device", "host")
+CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
+_WIRE = (
+    "it only costs time on one machine; store the values in the dtype that is to travel, such as "
+    "bfloat16"
+)
+
+T = TypeVar("T", bound=type)
+
+
+def _without(**gone: str) -> Callable[[T], T]:
+    """Class decorator: an option that is gone raises `OptionError`, which says what to do."""
+
+    def decorated(policy: T) -> T:
+        init = policy.__init__
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            for name in options.keys() & gone:
+                raise OptionError(f"{name}= is gone: {gone[name]}", where=policy.__name__)
+            init(self, *args, **options)
+
+        policy.__init__ = checked
+        return policy
+
+    return decorated
 
 
 def _check(
@@ -133,30 +157,26 @@ def on_host(placement: Placement) -> OnHost:
     return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
 
 
+@_without(wire=_WIRE, max_age="max_staleness bounds how many steps a copy may serve")
 @dataclass(frozen=True, slots=True)
 class Read:
     """How a step reads variables whose master copy is in another memory.
 
     Attributes:
         cache: None copies the value at each call of a step. "device" keeps a copy in device memory,
-            "host" in the reader's host memory (only for variables of another process, `connect`).
-            A copy is valid while its version is the newest: a write invalidates it for all readers.
+            which is valid while its version is the newest: a write invalidates it for all readers.
         max_staleness: number of steps, after the one that fetched a copy, that the copy may serve
             before its version is checked.
-        max_age: the same in seconds. If both are given, both must hold.
         prefetch: read the value for the next step while this one computes. This takes device memory
             for one more copy. It is an error together with `cache`, except for variables of
             another process: there it fetches a new copy if the kept one may not serve the next
             step. The step uses what was prefetched if it is still current, or if `max_staleness`
-            or `max_age` allows it.
+            allows it.
         route: how one value reaches several devices. "each": every device copies all of it from the
             host. "fanout": one device copies it, and passes it to the others. "gather": every
             device copies its share, and a program all-gathers the shares after the previous step.
             "auto": the fastest as `advise` has measured here, else "gather"; for a prefetch in one
             process "fanout". `explain()` says which, and why.
-        wire: how values are coded in transit: None sends them unchanged; "bf16"; "int8" with one
-            scale for each block. `explain()` gives the bound of the error. Carried values are read
-            exactly; served variables (`connect`) cannot be carried with a `wire`.
 
     Raises:
         OptionError: a field has no such value, or two fields contradict each other.
@@ -166,16 +186,14 @@ class Read:
     always reads its own writes, and the version decides whether a copy is valid.
     """
 
-    cache: Literal["device", "host"] | None = None
+    cache: Literal["device"] | None = None
     max_staleness: int = 0
-    max_age: float | None = None
     prefetch: bool = False
     route: Literal["auto", "each", "fanout", "gather"] = "auto"
-    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
-        _check_choices(self, cache=CACHES, route=ROUTES, wire=WIRES)
-        steps, seconds = self.max_staleness, self.max_age
+        _check_choices(self, cache=CACHES, route=ROUTES)
+        steps = self.max_staleness
         is_legal = _is_number(steps, int)
         _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
         _check(
@@ -185,20 +203,15 @@ class Read:
             hint="a read further ahead than the next step is not supported",
         )
         object.__setattr__(self, "prefetch", bool(self.prefetch))
-        _check(
-            seconds is None or (_is_number(seconds, int | float) and seconds > 0),
-            "max_age is a time in seconds",
-            *("Read", "a number > 0, or None", seconds),
-        )
-        for name, bound in (("max_staleness", steps), ("max_age", seconds)):
-            if self.cache is None and bound:
-                what = f"cache=None contradicts {name}={bound}"
-                raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
+        if self.cache is None and steps:
+            what = f"cache=None contradicts max_staleness={steps}"
+            raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
 
     def __str__(self) -> str:
         return _changed_fields(self)
 
 
+@_without(wire=_WIRE)
 @dataclass(frozen=True, slots=True)
 class Write:
     """What `Variables.push` does with an update.
@@ -209,9 +222,6 @@ class Write:
         optimizer: an `optax.GradientTransformation`, for mode "apply".
         every: number of updates that are summed and written as one. `Variables.flush` writes the
             sum of those that are pending.
-        wire: how updates are coded in transit, as in `Read`. It needs mode "add" or "apply", and
-            `OnHost(update="host")` or served variables. For served variables, the rounding error
-            of an update is added to the next one (error feedback).
 
     Raises:
         OptionError: a field has no such value, or two fields contradict each other.
@@ -220,10 +230,9 @@ class Write:
     mode: Literal["assign", "add", "apply"] = "assign"
     optimizer: Any = None
     every: int = 1
-    wire: Literal["bf16", "int8"] | None = None
 
     def __post_init__(self):
-        _check_choices(self, mode=MODES, wire=WIRES)
+        _check_choices(self, mode=MODES)
         is_legal = _is_number(self.every, int, 1)
         _check(is_legal, "every counts updates", "Write", "an int ≥ 1", self.every)
         methods = (getattr(self.optimizer, name, None) for name in ("init", "update"))
@@ -298,41 +307,27 @@ def check_policies(placement: object, read: object, write: object) -> None:
     assert isinstance(read, Read) and isinstance(write, Write)
     if not isinstance(placement, OnHost) and read != Read():
         raise _without_effect(
-            *("read", str(read)),
+            str(read),
             "the master copy is on the devices already, and steps take it as it is",
             "remove it, or use placement=OnHost()",
         )
-    if read.cache == "host":
-        raise _without_effect(
-            *("read", 'cache="host"'),
-            "the master copy is on the host already",
-            'set cache="device" to keep a copy on the devices',
-        )
     if read.cache and read.prefetch:
         raise _without_effect(
-            *("read", "prefetch=True"),
+            "prefetch=True",
             f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
             "remove one of them",
         )
-    on_host_update = isinstance(placement, OnHost) and placement.update == "host"
-    if write.wire is not None and (write.mode == "assign" or not on_host_update):
-        raise _without_effect(
-            *("write", f"wire={write.wire!r}"),
-            "only updates that the host adds or applies are coded in transit",
-            'remove it, or set mode="add" or "apply" and placement=OnHost(update="host")',
-        )
 
 
-def _without_effect(policy: str, option: str, why: str, hint: str) -> OptionError:
+def _without_effect(option: str, why: str, hint: str) -> OptionError:
     what = f"{option} would do nothing: {why}"
-    return OptionError(what, where=f"Variables({policy}=...)", hint=hint)
+    return OptionError(what, where="Variables(read=...)", hint=hint)
 
 
 def check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
     """Raises `VariablesError` for a policy that needs the whole value in one process of a pod."""
     for what, given, possible in (
         ("Read(route=…)", policy.route, ("auto", "gather")),
-        ("Read(wire=…)", policy.wire, (None,)),
         ("OnHost(update=…)", placement.update, ("device",)),
     ):
         if given not in possible:

@@ -174,9 +174,9 @@ class _Stored:
         self.about: dict[str, dict[str, Any]] = ours.get("variables", {})
         names = [tuple(map(key_text, keys)) for keys, _ in flat]
         if "stepcache" not in custom:
-            # One tree that orbax's user has saved without a name is what `Variables.restore` wants.
-            is_bare = asked == {"value"} and all(name[:1] != ("value",) for name in names)
-            prefix = ("value",) if is_bare else ()
+            # One tree that orbax's user has saved without a name is the only item asked for.
+            is_bare = len(asked) == 1 and asked.isdisjoint(name[0] for name in names if name)
+            prefix = tuple(asked) if is_bare else ()
             names = [(*prefix, *map(escape, name)) for name in names]
         self._names: list[Name] = names
         rows = zip(names, flat, strict=True)

@@ -19,7 +19,6 @@ from stepcache.events import Moved, recorder
 from stepcache.variables.packing import Buffer, Layout, Packed, bytes_here, is_key_type
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated
-from stepcache.variables.wire import coded_bytes, codes, decode, encode
 
 
 class Meter(dict[str, int]):
@@ -247,27 +246,6 @@ def _to_numpy(array: jax.Array) -> np.ndarray:
     return whole
 
 
-def to_host(array: Any, wire: str | None, meter: Meter) -> np.ndarray:
-    """A numpy copy of an array, coded in transit."""
-    if not isinstance(array, jax.Array):
-        return np.array(array)
-    if wire is None or not codes(wire, array.dtype, array.size):
-        meter[HOST_LINK] += array.nbytes
-        return np.array(array)
-    coded = [np.asarray(each) for each in _encoded(wire, array)]
-    meter[HOST_LINK] += sum(each.nbytes for each in coded)
-    return decode(wire, coded, array.shape, array.dtype, xp=np)
-
-
-def to_host_bytes(leaves: Iterable[Any], wire: str | None) -> int:
-    """Bytes that cross when `to_host` copies leaves."""
-    return sum(
-        coded_bytes(wire, leaf.size) if wire and codes(wire, leaf.dtype, leaf.size) else leaf.nbytes
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encoded(wire: str, array: jax.Array) -> tuple[Any, ...]:
-    return encode(wire, array.reshape(-1))
+def to_host_bytes(leaves: Iterable[Any]) -> int:
+    """Bytes of leaves that numpy copies from the devices."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))

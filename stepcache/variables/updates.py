@@ -22,7 +22,7 @@ from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters
 from stepcache.variables.masters import InHostMemory, Master, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
-from stepcache.variables.plan import Plan, Transfer, check_bytes, links
+from stepcache.variables.plan import HOST_LINK, Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
@@ -106,7 +106,8 @@ class Updates:
     def _summed(self, leaves: Sequence[Any], meter: Meter, is_last: bool) -> list[Any]:
         """An update added to the pending ones, in memory of its own if it is not the last."""
         if self._on_host:
-            new = [transfer.to_host(leaf, self._write.wire, meter) for leaf in leaves]
+            meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+            new = [np.array(leaf) for leaf in leaves]
         else:
             new = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         if self.pending_leaves is not None:
@@ -148,7 +149,7 @@ class Updates:
             planned += master.plan_apply(self._name, leaves) if is_last else ()
         elif self._on_host:
             way = ("devices", "host", "update", "the host computes", ())
-            moved = links(transfer.to_host_bytes(leaves, self._write.wire))
+            moved = links(transfer.to_host_bytes(leaves))
             planned.append(Transfer(self._name, master.version + 1, *way, moved))
         elif is_last:
             for name, each in ((self._name, master), (f"{self._name}/optimizer", self.state)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ from stepcache.sharding import (
 )
 from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.units import counted, html_table, readable_bytes
-from stepcache.variables import checkpoints, restoring
 from stepcache.variables.checkpoint_items import Savable
 from stepcache.variables.describing import (
     check_not_constant,
@@ -61,8 +59,8 @@ class Variables(NoTree, Savable, Holder):
 
     If a step raises before its program runs, value and version are unchanged. If a program fails
     while it runs, the value is lost, because the buffers of the carry were donated; a master copy
-    in host memory is kept. `.value`, `push`, `save` and steps then raise `VariablesError` until
-    `assign` or `restore` sets a value.
+    in host memory is kept. `.value`, `push`, `sc.save` and steps then raise `VariablesError`
+    until `assign` or `sc.restore` sets a value.
 
     Args:
         tree: any pytree of arrays: dicts, flax modules and states, optax states, equinox modules.
@@ -80,7 +78,7 @@ class Variables(NoTree, Savable, Holder):
             under a millisecond that run tens of thousands of times.
 
     Raises:
-        VariablesError: a leaf is not an array, or the devices lack the dtype of a wire.
+        VariablesError: a leaf is not an array.
         OptionError: a policy has an option without effect under this placement.
         PlacementError: a leaf cannot be placed as asked.
     """
@@ -307,37 +305,6 @@ class Variables(NoTree, Savable, Holder):
             meter.emit(self.name)
             with _counting:  # Not the lock of the variables: to look does not wait for a step.
                 self._moved_bytes += sum(meter.values())
-
-    def save(self, directory: str | os.PathLike) -> None:
-        """Writes value, version, optimizer state and pending updates to a checkpoint.
-
-        Short for `stepcache.save(directory, value=self)`, which says what it may replace.
-
-        Args:
-            directory: of the checkpoint. An earlier one is replaced when all is written.
-
-        Raises:
-            VariablesError: `directory` is a URL, or holds something else than a checkpoint; or the
-                value is lost.
-        """
-        checkpoints.save(directory, value=self)
-
-    def restore(self, directory: str | os.PathLike) -> None:
-        """Replaces the value by that of a checkpoint, which any mesh and placement may have saved.
-
-        Short for `stepcache.restore(directory, value=self)`. The version becomes that of the
-        checkpoint, or the next one here, whichever is greater: versions never go back.
-
-        Args:
-            directory: a checkpoint of `save`, or one that orbax's `StandardCheckpointer` wrote of a
-                tree with the same paths.
-
-        Raises:
-            VariablesError: `directory` is a URL, there is no checkpoint, or a leaf is missing, new,
-                or of another type.
-            TransferBudgetError: it would move more than the session allows.
-        """
-        restoring.restore(directory, value=self)
 
     @property
     def _layout(self) -> Layout:

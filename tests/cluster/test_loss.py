@@ -225,20 +225,20 @@ try:
     with sc.Session(mesh):
         value = sc.Variables({{"w": np.zeros((64, 8), np.float32), "n": 0}}, name="value")
         if {restoring}:
-            value.restore("saved")
+            sc.restore("saved", value=value)
             look = value.value
             ends = (float(look["w"].min()), float(look["w"].max()))
             say("restored", value.version, *ends, int(look["n"]))
         else:
             bump(value)
-            value.save("saved")
+            sc.save("saved", value=value)
             bump(value)
             if RANK == {victim}:
                 if RANK == 0 and {point!r} == "between the names":
                     Path.rename = between_the_names
                 else:
                     checkpoints._write = die
-            value.save("saved")
+            sc.save("saved", value=value)
             say("saved")
 except sc.RankLostError as error:
     say("lost", error.ranks, time.time())

@@ -66,9 +66,9 @@ def alike(session):
 def replaced(session):
     # Made of values that differ, but never used with them.
     zeros = {"w": np.zeros((600, 600), np.float32)} | same
-    sc.Variables(zeros).save("saved")
+    sc.save("saved", value=sc.Variables(zeros))
     restored, assigned = sc.Variables(other()), sc.Variables(other())
-    restored.restore("saved")
+    sc.restore("saved", value=restored)
     assigned.assign(zeros)
     for variables in (restored, assigned):
         make()(variables, batch)
@@ -208,7 +208,7 @@ with sc.Session(mesh, rules=rules, check_replicas_every=3):
     step = sc.step(lambda state: {**state, "n": state["n"] + 1}, carry="state")
     for _ in range(7):
         step(on_host)
-    on_host.save("on host")
+    sc.save("on host", value=on_host)
     say("ran", "on-host")
 """
 

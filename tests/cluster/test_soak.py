@@ -30,7 +30,7 @@ try:
             mean = train(state, np.ones(3, np.float32))[1]
             float(mean)
             if step % 10 == 9:
-                state.save("saved")
+                sc.save("saved", value=state)
             if RANK == {victim} and step == {step}:
                 if {way!r} == "exit":
                     sys.exit(3)
@@ -48,7 +48,7 @@ RESTORING = """
 with sc.Session(mesh):
     state = sc.Variables({"w": np.zeros((16, 8), np.float32), "n": np.int32(0)}, name="state")
     if os.path.exists("saved"):
-        state.restore("saved")
+        sc.restore("saved", value=state)
     value = state.value
     say("restored", float(value["w"].min()), float(value["w"].max()), int(value["n"]))
 """

@@ -125,9 +125,9 @@ def test_a_checkpoint_of_the_tasks_is_restored_by_them_and_here(session, tmp_pat
 def test_a_checkpoint_from_here_is_restored_by_the_tasks(session, tmp_path):
     with sc.Session():
         here = sc.Variables(tree())
-        here.save(tmp_path / "one")
+        sc.save(tmp_path / "one", value=here)
     variables = sc.Variables(jax.tree.map(np.zeros_like, tree()), name="restored")
-    variables.restore(tmp_path / "one")
+    sc.restore(tmp_path / "one", value=variables)
     same(variables.value, tree())
 
 

@@ -108,7 +108,7 @@ def test_each_host_has_its_leaves(connection, name, clients, shared_server):
         assert same.version == 3
 
 
-@pytest.mark.parametrize("cache", ["device", "host", None])
+@pytest.mark.parametrize("cache", ["device", None])
 def test_a_write_that_one_host_has_done_is_seen(connection, name, clients, cache):
     """Of a push of another process, that the other hosts have not got yet."""
     params = connection.variables(name, TREE, read=sc.Read(cache=cache))

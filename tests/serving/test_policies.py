@@ -1,4 +1,4 @@
-"""Which copy serves a step: staleness, age and reads ahead, while two processes write."""
+"""Which copy serves a step: staleness and reads ahead, while two processes write."""
 
 import random
 import threading
@@ -11,7 +11,6 @@ import pytest
 import stepcache as sc
 from stepcache.errors import VariablesError
 from stepcache.serving import read_ahead
-from stepcache.variables.copies import Copies
 from stepcache.variables.plan import SERVER_LINK
 from tests.serving.servers import SIZE, Child, two
 
@@ -43,21 +42,18 @@ class Oracle:
 
     def __init__(self, policy):
         self.policy, self.value, self.own = policy, 0, 0
-        self.kept = None  # Value, time and number of steps.
+        self.kept = None  # Value and number of steps.
 
-    def may_serve(self, now):
+    def may_serve(self):
         if self.kept is None or self.own > self.kept[0] or self.policy.cache is None:
             return False
-        _, seconds, steps = self.kept
-        is_young = self.policy.max_age is None or now - seconds <= self.policy.max_age
-        is_early = not self.policy.max_staleness or steps < self.policy.max_staleness
-        return is_young and is_early and bool(self.policy.max_age or self.policy.max_staleness)
+        return self.kept[1] < self.policy.max_staleness
 
-    def step(self, now):
-        if self.may_serve(now):
-            self.kept[2] += 1
+    def step(self):
+        if self.may_serve():
+            self.kept[1] += 1
         else:
-            self.kept = [self.value, now, 0]
+            self.kept = [self.value, 0]
         return self.kept[0]
 
 
@@ -67,21 +63,19 @@ class Oracle:
     [
         sc.Read(),
         sc.Read(cache="device"),
-        sc.Read(cache="host", max_staleness=2),
-        sc.Read(cache="device", max_age=5),
-        sc.Read(cache="device", max_staleness=3, max_age=4),
+        sc.Read(cache="device", max_staleness=1),
+        sc.Read(cache="device", max_staleness=3),
     ],
     ids=str,
 )
 def test_a_reader_sees_what_its_policy_says(connection, name, policy, seed):
-    moment, now = random.Random(seed), [0.0]
+    dice = random.Random(seed)
     mine, theirs = two(connection, name, 0.0, read=policy, write=ADD)
-    mine._master._copies = Copies(policy, lambda: now[0])
     oracle = Oracle(policy)
     for _ in range(60):
-        match moment.choice(["step", "step", "mine", "theirs", "wait"]):
+        match dice.choice(["step", "step", "mine", "theirs"]):
             case "step":
-                assert look(mine) == oracle.step(now[0])
+                assert look(mine) == oracle.step()
             case "mine":
                 mine.push(ONES)
                 oracle.value += 1
@@ -89,8 +83,6 @@ def test_a_reader_sees_what_its_policy_says(connection, name, policy, seed):
             case "theirs":
                 theirs.push(ONES)
                 oracle.value += 1
-            case "wait":
-                now[0] += moment.choice([1, 3])
     assert np.array_equal(mine.value["w"], np.full(SIZE, oracle.value, np.float32))
 
 
@@ -121,7 +113,7 @@ def test_what_was_read_ahead_is_one_step_old_and_nobody_waits_for_it(connection,
     assert readers == ["MainThread"] + 5 * ["stepcache call"]
 
 
-@pytest.mark.parametrize("cache", [None, "device", "host"])
+@pytest.mark.parametrize("cache", [None, "device"])
 def test_without_staleness_what_was_read_ahead_is_compared(connection, name, moved, cache):
     read = sc.Read(cache=cache, prefetch=True)
     mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
@@ -138,7 +130,7 @@ def test_without_staleness_what_was_read_ahead_is_compared(connection, name, mov
     assert moved[SERVER_LINK] == (4 * SIZE if cache is None else 0)  # Once, and not twice.
 
 
-@pytest.mark.parametrize("cache", [None, "device", "host"])
+@pytest.mark.parametrize("cache", [None, "device"])
 def test_what_a_read_ahead_moves_is_what_explain_says(connection, name, moved, cache):
     staleness = {} if cache is None else {"max_staleness": 1}
     read = sc.Read(cache=cache, prefetch=True, **staleness)
@@ -193,24 +185,6 @@ def test_values_that_are_read_ahead_are_of_one_moment(connection, name):
             is_over.set()
             thread.join()
     assert seen <= {0.0, 1.0} and pair[0].version > 5
-
-
-def test_the_age_of_what_was_read_ahead_counts_from_its_read(connection, name):
-    read = sc.Read(cache="device", max_age=0.3, prefetch=True)
-    mine, theirs = two(connection, name, 0.0, read=read, write=ADD)
-    look(mine)
-    time.sleep(0.4)
-    mine._master.source.read_ahead([(mine._master, mine_reader())])
-    arrived(connection)
-    theirs.push(ONES)
-    time.sleep(0.4)
-    assert look(mine) == 1
-
-
-def mine_reader():
-    from stepcache.variables.masters import Reader
-
-    return Reader(None)
 
 
 def test_what_a_read_ahead_raises_is_raised_by_the_next_call(connection, name, monkeypatch):

@@ -103,9 +103,7 @@ def test_a_step_takes_rows_of_the_cache(connection, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"read": sc.Read(cache="host")},
         {"read": sc.Read(prefetch=True)},
-        {"read": sc.Read(cache="device", wire="bf16")},
         {"read": sc.Read(cache="device", route="gather")},
         {"read": "device"},
         {"cache_rows": 10},
@@ -171,17 +169,6 @@ def test_the_rows_looked_up_longest_ago_make_room():
         host.asked = None
         cache.lookup(np.array(ids), 8, host.fetch)
         assert host.asked == asked
-
-
-def test_a_copy_serves_so_many_seconds():
-    host, now = Rows(4), [0.0]
-    policy = sc.Read(cache="device", max_age=10)
-    cache = RowCache(policy, 4, (1,), np.dtype("float32"), lambda: now[0])
-    ids = np.arange(4)
-    for seconds, expected in ((0, 0), (9, 0), (11, 1)):
-        now[0] = seconds
-        assert np.asarray(cache.lookup(ids, 8, host.fetch)[0])[0, 0] == expected
-        host.update(ids) if not seconds else None
 
 
 def test_a_failed_lookup_changes_nothing():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from stepcache.errors import ServerLostError, VariablesError
-from stepcache.serving.coding import Coding
 from stepcache.serving.held import LastWrite
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, SnapshotRequest, WriteRequest
@@ -40,12 +39,12 @@ def one_hot(number):
     return update
 
 
-def run(network, wire="", is_slow=False):
+def run(network, is_slow=False):
     """Some clients that push, read, and are killed. What a slow host does not confirm is kept.
 
     Returns the counts of each variable, which writes of it were acknowledged, and which were begun.
     """
-    random, coding = network.random, Coding(TYPES, wire)
+    random = network.random
     clients = [client(network) for _ in range(3)]
     for name in NAMES:
         for each in clients:
@@ -61,8 +60,7 @@ def run(network, wire="", is_slow=False):
             each._transport.is_killed = True
         begun[name].add(number)
         try:
-            arrays = coding.encode([one_hot(number)])
-            version = each.write(name, "add", coding.layout, arrays, wire=wire)
+            version = each.write(name, "add", LAYOUT, [one_hot(number)])
             acknowledged[name].add(number)
             seen.setdefault((index, name), set()).add(number)
             if random.random() < 0.5:
@@ -115,13 +113,7 @@ def test_writes_are_done_exactly_once_for_10_000_seeds(block):
 @pytest.mark.parametrize("block", range(4))
 def test_writes_that_were_not_confirmed_in_time_are_done_exactly_once(block):
     for seed in range(block * 25, block * 25 + 25):
-        check(Network(seed, faults=0.5), "", True)
-
-
-@pytest.mark.slow
-def test_coded_writes_are_done_exactly_once():
-    for seed in range(50):
-        check(Network(seed), "bf16")  # It has ones and zeros exactly.
+        check(Network(seed, faults=0.5), True)
 
 
 def test_there_are_crashes_and_losses():

@@ -57,12 +57,12 @@ def test_a_value_moves_to_another_mesh_and_placement(before, after, tmp_path, re
     with session:
         variables = sc.Variables(tree(), placement=placement)
         variables.assign(tree(2.0))
-        variables.save(tmp_path / "saved")
+        sc.save(tmp_path / "saved", value=variables)
     session, placement = place(after)
     with session:
         other = sc.Variables(tree(0.0), placement=placement)
         shardings = [array.sharding for array in arrays_of(other)]
-        other.restore(tmp_path / "saved")
+        sc.restore(tmp_path / "saved", value=other)
         same(other.value, tree(2.0))
         assert other.version == 1
         assert [array.sharding for array in arrays_of(other)] == shardings
@@ -72,14 +72,14 @@ def test_versions_never_go_back(tmp_path):
     variables = sc.Variables(np.zeros(3))
     for index in range(5):
         variables.assign(np.full(3, float(index)))
-    variables.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
     for _ in range(3):
         variables.assign(np.zeros(3))
-    variables.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=variables)
     assert variables.version == 9
     np.testing.assert_array_equal(variables.value, 4.0)
     young = sc.Variables(np.zeros(3))
-    young.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=young)
     assert young.version == 5
 
 
@@ -93,19 +93,19 @@ def test_an_optimizer_goes_on_where_it_was(placement, tmp_path):
     gradient = {"w": np.arange(5, dtype=np.float32)}
     for _ in range(3):
         variables.push(gradient)
-    variables.save(tmp_path / "saved")
-    other.restore(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
+    sc.restore(tmp_path / "saved", value=other)
     variables.push(gradient), other.push(gradient)
     np.testing.assert_array_equal(variables.value["w"], other.value["w"])
 
 
 def test_saving_again_replaces_what_was_there(tmp_path):
     variables = sc.Variables(np.zeros(3))
-    variables.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
     variables.assign(np.ones(3))
-    variables.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
     variables.assign(np.zeros(3))
-    variables.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=variables)
     np.testing.assert_array_equal(variables.value, 1.0)
 
 
@@ -119,10 +119,10 @@ def test_saving_again_replaces_what_was_there(tmp_path):
     ],
 )
 def test_another_value_is_refused(other, named, tmp_path):
-    sc.Variables({"w": np.zeros(3)}).save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=sc.Variables({"w": np.zeros(3)}))
     variables = sc.Variables(other)
     with pytest.raises(sc.VariablesError) as raised:
-        variables.restore(tmp_path / "saved")
+        sc.restore(tmp_path / "saved", value=variables)
     assert named in str(raised.value) and variables.version == 0
 
 
@@ -130,7 +130,7 @@ def test_another_value_is_refused(other, named, tmp_path):
 def test_what_is_no_checkpoint_is_refused(damage, tmp_path):
     directory = tmp_path / "saved"
     variables = sc.Variables({"w": np.arange(20000.0)})
-    variables.save(directory)
+    sc.save(directory, value=variables)
     if damage in ("missing", "empty", "file"):
         shutil.rmtree(directory)
     if damage == "empty":
@@ -143,7 +143,7 @@ def test_what_is_no_checkpoint_is_refused(damage, tmp_path):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     variables.assign({"w": np.ones(20000)})
     with pytest.raises(sc.VariablesError, match="restore"):
-        variables.restore(directory)
+        sc.restore(directory, value=variables)
     assert variables.version == 1
     np.testing.assert_array_equal(variables.value["w"], 1.0)
 
@@ -154,9 +154,9 @@ def test_a_url_is_refused_and_makes_no_directory(url, tmp_path, monkeypatch):
     empty.mkdir()
     monkeypatch.chdir(empty)
     variables = sc.Variables({"w": np.ones(3)})
-    for use in (variables.save, variables.restore):
+    for use in (sc.save, sc.restore):
         with pytest.raises(sc.VariablesError, match="and not a URL") as raised:
-            use(url)
+            use(url, value=variables)
         assert raised.value.got == url
     assert not list(empty.iterdir())
     assert variables.value["w"][0] == 1

@@ -1,4 +1,4 @@
-"""Which copy may serve whom: by version, by steps, by age, and never to those who wrote since."""
+"""Which copy may serve whom: by version, by steps, and never to those who wrote since."""
 
 import random
 import threading
@@ -31,20 +31,11 @@ class Session:
     """Stands for one: something that is known by its identity, and weakly."""
 
 
-class Clock:
-    def __init__(self):
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 class Store:
     """A value somewhere else, and the copies of it that a process keeps, as a master uses them."""
 
     def __init__(self, policy):
-        self.clock, self.version, self.fetches = Clock(), 0, 0
-        self.copies = Copies(policy, self.clock)
+        self.version, self.fetches, self.copies = 0, 0, Copies(policy)
 
     def read(self, reader=None) -> int:
         """The version that a reader is given."""
@@ -74,9 +65,8 @@ def test_nothing_is_kept_without_a_cache():
     assert store.why() == "no copy is kept"
 
 
-@pytest.mark.parametrize("cache", ["device", "host"])
-def test_a_copy_serves_while_its_version_is_current(cache):
-    store = Store(sc.Read(cache=cache))
+def test_a_copy_serves_while_its_version_is_current():
+    store = Store(sc.Read(cache="device"))
     assert store.why() == "there is no copy yet"
     assert [store.read() for _ in range(3)] == [0, 0, 0]
     assert store.fetches == 1 and store.why() == "a copy of version 0 is there"
@@ -92,7 +82,7 @@ def test_max_staleness_counts_the_steps_after_the_one_that_found_it_current(k):
     for _ in range(4):
         store.read()
     store.write(other)
-    assert "which max_staleness or max_age allows" in store.why()
+    assert "which max_staleness allows" in store.why()
     assert [store.read() for _ in range(k)] == [0] * k
     assert f"it has served {k} step" in store.why()
     assert store.read() == 1
@@ -162,21 +152,6 @@ def test_the_session_that_wrote_first_may_miss_what_others_wrote_later():
     assert store.read(yours) == 2
 
 
-def test_max_age_bounds_a_stale_copy_in_seconds():
-    store, other = Store(sc.Read(cache="device", max_age=10)), Session()
-    store.read()
-    store.clock.seconds += 60
-    assert store.read() == 0 and store.fetches == 1, "a current copy does not age"
-    store.write(other)
-    for _ in range(20):
-        store.clock.seconds += 0.5
-        assert store.read() == 0
-    store.clock.seconds += 0.1
-    assert "10.1 s old" in store.why()
-    assert store.read() == 1
-    assert store.fetches == 2
-
-
 def test_a_session_that_looked_is_not_taken_back():
     store, mine, yours = Store(sc.Read(cache="device", max_staleness=9)), Session(), Session()
     store.read(mine)
@@ -185,18 +160,6 @@ def test_a_session_that_looked_is_not_taken_back():
     assert "or has seen it" in store.why(mine)
     assert "allows" in store.why(None)
     assert store.read(mine) == 1
-
-
-def test_both_bounds_hold_where_both_are_given():
-    policy = sc.Read(cache="device", max_staleness=2, max_age=10)
-    by_steps, by_age = Store(policy), Store(policy)
-    for store in (by_steps, by_age):
-        store.read()
-        store.write(Session())
-    assert [by_steps.read() for _ in range(3)] == [0, 0, 1]
-    assert by_age.read() == 0
-    by_age.clock.seconds += 11
-    assert by_age.read() == 1
 
 
 def test_what_is_fetched_ahead_serves_once():
@@ -255,9 +218,8 @@ POLICIES = st.one_of(
     st.just(sc.Read()),
     st.builds(
         sc.Read,
-        cache=st.sampled_from(["device", "host"]),
+        cache=st.just("device"),
         max_staleness=st.sampled_from([0, 0, 1, 2, 5]),
-        max_age=st.sampled_from([None, None, 1.0, 10.0]),
     ),
 )
 
@@ -270,16 +232,12 @@ class StoreOracle(RuleBasedStateMachine):
         self.policy, self.store = policy, Store(policy)
         self.sessions = [Session(), Session(), None]
         self.seen, self.wrote = [0] * 3, [0] * 3
-        self.stale_steps, self.found_current = 0, None
+        self.stale_steps = 0
 
     @rule(who=st.integers(0, 2))
     def write(self, who):
         self.store.write(self.sessions[who])
         self.wrote[who] = self.store.version
-
-    @rule(seconds=st.sampled_from([0.25, 1.0, 5.0]))
-    def wait(self, seconds):
-        self.store.clock.seconds += seconds
 
     @rule(who=st.integers(0, 2))
     def read(self, who):
@@ -290,14 +248,11 @@ class StoreOracle(RuleBasedStateMachine):
         assert seen <= self.store.version
         self.seen[who] = seen
         if seen == self.store.version:
-            self.stale_steps, self.found_current = 0, self.store.clock.seconds
+            self.stale_steps = 0
         else:
             self.stale_steps += 1
-            age = self.store.clock.seconds - self.found_current
-            steps, seconds = self.policy.max_staleness, self.policy.max_age
-            assert self.policy.cache is not None and (steps or seconds)
-            assert not steps or self.stale_steps <= steps
-            assert seconds is None or age <= seconds
+            assert self.policy.cache is not None
+            assert self.stale_steps <= self.policy.max_staleness
         if self.policy.cache is None:
             assert self.store.fetches == fetches + 1
 
@@ -408,7 +363,7 @@ def test_a_stale_copy_serves_so_many_steps_more(k):
     with mine, watching() as moved:
         (planned,) = look.explain(value).plan.transfers
         assert (planned.route, planned.version, value.version) == ("none", 0, 1)
-        assert "which max_staleness or max_age allows" in planned.why
+        assert "which max_staleness allows" in planned.why
         assert [float(look(value)) for _ in range(k + 2)] == [0.0] * k + [1.0, 1.0]
     assert len(moved.calls) == 1
     with yours, watching() as moved:
@@ -432,8 +387,7 @@ READS = (
     sc.Read(route="each"),
     sc.Read(cache="device"),
     sc.Read(cache="device", max_staleness=2),
-    sc.Read(cache="device", max_age=60.0),
-    sc.Read(cache="device", max_staleness=3, max_age=60.0, route="fanout"),
+    sc.Read(cache="device", max_staleness=3, route="fanout"),
     sc.Read(route="fanout"),
 )
 
@@ -463,10 +417,7 @@ def look(state):
 def players_toys(reads=READS):
     """Variables to play with: values in this process are stale only where the host updates them, as
     all others have been on the devices when they are written."""
-    places = [
-        sc.OnHost(update="host" if read.max_staleness or read.max_age else "device")
-        for read in reads
-    ]
+    places = [sc.OnHost(update="host" if read.max_staleness else "device") for read in reads]
     return [
         sc.Variables(numbered(0), placement=placement, read=read, write=sc.Write(mode="add"))
         for placement, read in zip(places, reads, strict=True)
@@ -517,11 +468,10 @@ class Player:
 
     def check_age(self, which: int, before: int, seen: int) -> None:
         policy, now = self.variables[which].read, self.variables[which].version
-        may_be_stale = policy.max_staleness or policy.max_age
-        assert seen <= now and (may_be_stale or before <= seen)
+        assert seen <= now and (policy.max_staleness or before <= seen)
         if self.stale is not None:
             self.stale[which] = self.stale[which] + 1 if seen < now else 0
-            assert not policy.max_staleness or self.stale[which] <= policy.max_staleness
+            assert self.stale[which] <= policy.max_staleness
 
 
 ACTIONS = ("count", "push", "push", "assign", "value", "look", "look", "look", "look", "fail")

@@ -306,9 +306,12 @@ def test_everything_says_that_a_value_is_lost(calls_before, tmp_path):
     for _ in range(calls_before):
         step(variables, np.float32(1))
     kept, version = variables.value, variables.version
-    variables.save(tmp_path)
+    sc.save(tmp_path, value=variables)
     assert "lost" not in repr(variables)
-    for bring_back in (lambda: variables.assign(kept), lambda: variables.restore(tmp_path)):
+    for bring_back in (
+        lambda: variables.assign(kept),
+        lambda: sc.restore(tmp_path, value=variables),
+    ):
         variables.block_until_ready()  # Else the program runs later, and the call does not raise.
         with pytest.raises(Exception, match="the user's own callback"):
             step(variables, np.float32(2))
@@ -319,7 +322,7 @@ def test_everything_says_that_a_value_is_lost(calls_before, tmp_path):
             says_it_is_lost(lambda: step(variables, 1))
             says_it_is_lost(lambda: read(np.float32(1), variables))
             says_it_is_lost(lambda: variables.push(kept))
-            says_it_is_lost(lambda: variables.save(tmp_path))
+            says_it_is_lost(lambda: sc.save(tmp_path, value=variables))
             says_it_is_lost(variables.block_until_ready)
         assert variables.version == version
         bring_back()
@@ -348,7 +351,7 @@ def test_a_push_that_fails_while_it_runs_loses_the_optimizer_state_too(saved, tm
     variables = sc.Variables({"w": np.ones(3, np.float32)}, name="table", write=write)
     one = {"w": np.ones(3, np.float32)}
     variables.push(one)
-    variables.save(tmp_path)
+    sc.save(tmp_path, value=variables)
     kept = variables.value
     assert kept["w"].tolist() == [3] * 3
 
@@ -356,11 +359,11 @@ def test_a_push_that_fails_while_it_runs_loses_the_optimizer_state_too(saved, tm
         with pytest.raises(Exception, match="the user's own callback"):
             variables.push({"w": np.full(3, 2, np.float32)})
         says_it_is_lost(lambda: variables.push(one))
-        says_it_is_lost(lambda: variables.save(tmp_path))
+        says_it_is_lost(lambda: sc.save(tmp_path, value=variables))
 
     fails()
     if saved:
-        variables.restore(tmp_path)
+        sc.restore(tmp_path, value=variables)
         summed = 1
     else:
         variables.assign(kept)  # The state begins anew.
@@ -381,12 +384,12 @@ def test_a_lost_value_is_restored_with_a_state_that_was_not_made_yet(tmp_path):
 
     first, variables = made(), made()
     first.push(tree_of_ones)
-    first.save(tmp_path)
+    sc.save(tmp_path, value=first)
     lose(variables)
     with pytest.raises(sc.VariablesError, match="elsewhere"):
-        variables.restore(tmp_path / "elsewhere")
+        sc.restore(tmp_path / "elsewhere", value=variables)
     says_it_is_lost(lambda: variables.value)
-    variables.restore(tmp_path)
+    sc.restore(tmp_path, value=variables)
     assert_same(first.value, variables.value)
     for each in (first, variables):
         each.push(tree_of_ones)

@@ -431,7 +431,13 @@ def test_only_the_names_that_users_need_are_public():
     names = "assign block_until_ready copy flush moved_bytes name nbytes placement push read"
     variables = sc.Variables({"w": np.ones(2)})
     public = [name for name in dir(variables) if not name.startswith("_")]
-    assert public == [*names.split(), "restore", "save", "value", "version", "write"]
+    assert public == [*names.split(), "value", "version", "write"]
+
+
+@pytest.mark.parametrize("name", ["save", "restore"])
+def test_a_method_that_is_gone_says_what_to_write(name):
+    with pytest.raises(AttributeError, match=rf"stepcache\.{name}\(directory, value=\.\.\.\)"):
+        getattr(sc.Variables({"w": np.ones(2)}), name)
 
 
 MISUSES = {

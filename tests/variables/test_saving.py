@@ -82,9 +82,9 @@ def test_a_save_destroys_nothing_but_its_like(make, tmp_path):
     path = tmp_path / "saves"
     make(path)
     before = contents(tmp_path)
-    for save in (sc.Variables(np.zeros(3)).save, lambda path: sc.save(path, step=3)):
+    for item in (sc.Variables(np.zeros(3)), 3):
         with pytest.raises(sc.VariablesError, match="would destroy") as raised:
-            save(path)
+            sc.save(path, item=item)
         assert str(path) in str(raised.value) and raised.value.got
     assert contents(tmp_path) == before
 
@@ -242,9 +242,9 @@ def test_leaves_are_read_by_path(before, after, held, tmp_path):
         sc.save(tmp_path / "saved", tree=before(ones, twos))
         found = sc.restore(tmp_path / "saved", tree=after(zeros, zeros))["tree"]
     else:
-        sc.Variables(before(ones, twos)).save(tmp_path / "saved")
+        sc.save(tmp_path / "saved", value=sc.Variables(before(ones, twos)))
         variables = sc.Variables(after(zeros, zeros))
-        variables.restore(tmp_path / "saved")
+        sc.restore(tmp_path / "saved", value=variables)
         found = variables.value
     same(
         found,
@@ -259,9 +259,9 @@ def test_packed_and_unpacked_variables_read_each_others_checkpoints(pack, tmp_pa
     tree = {"a": np.arange(3.0), "b": np.float32(7), "c": [np.ones((2, 2)), np.zeros(())]}
     saved = sc.Variables(tree, write=ADAM, pack=pack)
     saved.push(jax.tree.map(np.ones_like, tree))
-    saved.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=saved)
     restored = sc.Variables(jax.tree.map(np.zeros_like, tree), write=ADAM, pack=not pack)
-    restored.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=restored)
     same(restored.value, saved.value)
     for each in (saved, restored):
         each.push(jax.tree.map(np.ones_like, tree))
@@ -384,7 +384,7 @@ def test_what_orbax_alone_has_saved_is_read(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "bare", {"w": jnp.full(3, 2.0)})
     variables = sc.Variables({"w": jnp.zeros(3)})
-    variables.restore(tmp_path / "bare")
+    sc.restore(tmp_path / "bare", params=variables)
     same(variables.value, {"w": jnp.full(3, 2.0)})
 
 
@@ -413,7 +413,7 @@ def test_a_number_in_a_tree_that_orbax_has_saved_is_read(placement, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", state(7))  # As numbers of 64 bits.
     variables = sc.Variables(state(0), placement=placement)
-    variables.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=variables)
     assert {name: float(np.max(x)) for name, x in variables.value.items()} == {
         "step": 7,
         "rate": 3.5,
@@ -421,7 +421,9 @@ def test_a_number_in_a_tree_that_orbax_has_saved_is_read(placement, tmp_path):
     }
     assert variables.value["step"].weak_type and variables.value["step"].dtype == jnp.int32
     with pytest.raises(sc.VariablesError, match="do not match"):
-        sc.Variables({**state(0), "rate": 1}, placement=placement).restore(tmp_path / "saved")
+        sc.restore(
+            tmp_path / "saved", value=sc.Variables({**state(0), "rate": 1}, placement=placement)
+        )
 
 
 # ---- several at once -----------------------------------------------------------------------------
@@ -514,10 +516,10 @@ def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tm
 
     gradient = {"w": np.arange(5, dtype=np.float32)}
     variables, other = make(), make()
-    variables.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
     if not reader_is_fresh:
         other.push(gradient)
-    other.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=other)
     for _ in range(2):
         variables.push(gradient), other.push(gradient)
     np.testing.assert_array_equal(variables.value["w"], other.value["w"])
@@ -536,16 +538,16 @@ def test_pending_updates_are_saved(mode, placement, tmp_path):
     update = {"w": np.arange(3, dtype=np.float32)}
     for _ in range(3):
         variables.push(update)
-    variables.save(tmp_path / "saved")
+    sc.save(tmp_path / "saved", value=variables)
     other.push({"w": np.full(3, 100.0, np.float32)})
-    other.restore(tmp_path / "saved")
+    sc.restore(tmp_path / "saved", value=other)
     variables.push(update), other.push(update)
     assert other.version == variables.version + 1  # The restore was a write.
     np.testing.assert_array_equal(variables.value["w"], other.value["w"])
     assert np.any(other.value["w"])
     plain = sc.Variables({"w": np.zeros(3, np.float32)})
     with pytest.raises(sc.VariablesError, match="pending"):
-        plain.restore(tmp_path / "saved")
+        sc.restore(tmp_path / "saved", value=plain)
 
 
 def test_no_update_is_pending_for_a_leaf_that_was_not_stored(tmp_path):
@@ -592,12 +594,9 @@ def test_an_optimizer_can_be_left_out(tmp_path):
 
 
 def test_a_wrong_path_says_that_there_is_no_checkpoint(tmp_path):
-    for restore in (
-        sc.Variables(np.zeros(3)).restore,
-        lambda path: sc.restore(path, step=0),
-    ):
+    for item in (sc.Variables(np.zeros(3)), 0):
         with pytest.raises(sc.VariablesError, match="no checkpoint to restore") as raised:
-            restore(tmp_path / "nowhere")
+            sc.restore(tmp_path / "nowhere", item=item)
         assert raised.value.where == str(tmp_path / "nowhere")
     assert not list(tmp_path.iterdir())
 

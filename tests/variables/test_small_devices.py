@@ -98,10 +98,10 @@ for name, mesh_of, on_device in (
         with watching(name + ", looked at"):
             same(variables, state(3))
         with watching(name + ", saved"):
-            variables.save(directory)
+            sc.save(directory, value=variables)
         variables.assign(state(4))
         with watching(name + ", restored"):
-            variables.restore(directory)
+            sc.restore(directory, value=variables)
         same(variables, state(3))
         # The master has one copy, and what is read of it is right.
         masters = variables._master.arrays()

@@ -219,9 +219,9 @@ def test_moments_take_the_type_that_gradients_give_them(session, placement, pack
             x.dtype for x in jax.tree.leaves(state)
         ]
         assert [x.dtype for x in held.arrays()] == [x.dtype for x in held.layout.buffers]
-        variables.save(tmp_path / "saved")
+        sc.save(tmp_path / "saved", value=variables)
         again = sc.Variables(tree(0.0, jnp.bfloat16), placement=placement, **options)
-        again.restore(tmp_path / "saved")
+        sc.restore(tmp_path / "saved", value=again)
         for each in (variables, again):
             each.push(tree(0.4))
         jax.tree.map(np.testing.assert_array_equal, variables.value, again.value)
@@ -235,20 +235,11 @@ def test_a_restored_state_lies_where_the_optimizer_runs(tmp_path):
     with jax.default_device(jax.devices()[3]):
         saved, restored = made(), made()
         saved.push(tree())
-        saved.save(tmp_path)
-        restored.restore(tmp_path)
+        sc.save(tmp_path, value=saved)
+        sc.restore(tmp_path, value=restored)
     for each in (saved, restored):
         devices = [array.devices() for array in each._updates.state.arrays()]
         assert devices == [{jax.devices("cpu")[0]}] * 5
-
-
-def test_what_crosses_to_a_host_that_computes_is_coded():
-    write = sc.Write(mode="add", wire="bf16")
-    variables = sc.Variables(tree(0.0), placement=sc.OnHost(update="host"), write=write)
-    variables.push(jax.tree.map(jnp.asarray, tree()))
-    for got, sent in zip(jax.tree.leaves(variables.value), jax.tree.leaves(tree()), strict=True):
-        error = np.abs(got - sent)
-        assert error.max() > 0 and (error <= np.abs(sent) * 2.0**-8).all()
 
 
 def test_a_session_reads_what_it_pushed(one_device_mesh):
