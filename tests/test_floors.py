@@ -53,7 +53,7 @@ SIZES = {
     "report": 2_593,
     "engine dispatcher resident_calls": 600,
     "serving remote": 10_820,
-    "programs": 3_084,
+    "programs": 3_087,
     "programs.pods": 808,
     "calls": 3_417,
     "variables": 4_028,
