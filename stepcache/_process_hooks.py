@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,21 +108,6 @@ def at_fork(**functions: Callable[[], Any]) -> None:
     """As `os.register_at_fork`, where there is one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**functions)
-
-
-@contextlib.contextmanager
-def without_warnings(text: str) -> Iterator[None]:
-    """Ignores the warnings whose message begins so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", text)
-        yield
-
-
-def without_log(undoing: Undoing, name: str, text: str) -> None:
-    """Drops what is logged under a name and begins so."""
-    logger, keeps = logging.getLogger(name), lambda each: not each.getMessage().startswith(text)
-    undoing.add(logger.removeFilter, keeps)
-    logger.addFilter(keeps)
 
 
 def _reset() -> None:

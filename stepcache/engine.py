@@ -62,25 +62,24 @@ class Engine:
         is_over_buffers: bool = False,
     ):
         self.spec = spec
-        self.miss_log = miss_log = miss_log or MissLog(spec.name, count_step(spec.fun), spec.pads)
-        self.scope = scope
-        self.number = spec.identity.number
+        self.miss_log = miss_log or MissLog(spec.name, count_step(spec.source), spec.pads)
+        self.scope, self.number = scope, spec.identity.number
         self._caches = caches_for(spec, self)
         self._not_holdable: set[Key] = set()
         self.is_over_buffers = is_over_buffers
         self.global_arguments: GlobalArguments | None = None
+        self.calls_back = not jaxcompat.PRIVATE_API  # Whether any program may do so.
         self.call_count, self.has_global_arguments = CallCount(spec.name), False
         # The dispatcher knows its engine weakly: a step is freed when its last reference goes.
         self._weakly: weakref.ref[Engine] = weakref.ref(self)
         miss = functools.partial(serve, self._weakly, spec.jitted)
         eager = eagerly(self._weakly, spec.fun)
         self.dispatcher = Dispatcher(eager, spec.name, miss, spec.parameters.roles)
-        call = self.dispatcher.call
         self.padder = None
         if spec.pads:
             from stepcache.calls.padding import Padder
 
-            self.padder = Padder(spec, call, self._weakly, scope)
+            self.padder = Padder(spec, self.dispatcher.call, self._weakly, scope)
         # Has the step call something else than its dispatcher; the step sets it.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
         self._resident_calls: ResidentCalls | None = None
@@ -123,8 +122,7 @@ class Engine:
         finally:
             self.resolver.settle()
         through_python = watched or scope.closed
-        plain = not (request.call.signature.statics or through_python)
-        if plain and is_of_pod(request):
+        if not (request.call.signature.statics or through_python) and is_of_pod(request):
             self.global_arguments = GlobalArguments(request, self.scope)
         return outputs, None if through_python else fast_path
 
@@ -212,6 +210,7 @@ class Engine:
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.miss_log.count(delegated=1)
+        self.calls_back |= not jaxcompat.is_tracing()  # It may: of a program of JAX's none knows.
         return self.spec.jitted(*args, **kwargs), None
 
     def _open_scope(self) -> Scope:
@@ -273,7 +272,7 @@ class Engine:
         miss, store = self.miss_log.why(request), scope.cache.store()
         if store is None:
             return miss, False, None
-        shown = request.shown.paths, request.shown.signature.leaves
+        shown = request.shown.paths, request.shown.signature
         described = describe(self.resolver.label, request.key, *shown)
         trusted = scope.cache.trusted
         place = self.miss_log.making.place
@@ -313,6 +312,7 @@ class Engine:
     def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
         call = with_global_arrays(request)
         try:
+            self.calls_back |= program.run.calls_back
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)
             if request.commits or is_committed_by_hosts(request) or not program.is_committed:
                 commits = request.commits

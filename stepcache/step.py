@@ -232,29 +232,29 @@ def make_step(fun: Any, options: dict[str, Any], scope: Callable[[], Scope] = cu
     for name in options:
         if name not in (*_ROLES, "pad", *_OPTIONS):
             near = difflib.get_close_matches(name, (*_ROLES, "pad", *_OPTIONS), n=1)
-            raise OptionError(
-                f"step has no keyword {name!r}",
-                expected=f"carry, batch, pad, or a keyword of jax.jit: {', '.join(_OPTIONS)}",
-                hint=f"did you mean {near[0]!r}?" if near else None,
-            )
+            expected = f"carry, batch, pad, or a keyword of jax.jit: {', '.join(_OPTIONS)}"
+            hint = f"did you mean {near[0]!r}?" if near else None
+            raise OptionError(f"step has no keyword {name!r}", expected=expected, hint=hint)
     options = {name: _plain(name, value) for name, value in options.items()}
     if fun is NOT_GIVEN:
         return lambda fun: make_step(fun, options, scope)
-    given = dict(options)
-    named = {role: _names(role, given.pop(role, ())) for role in _ROLES}
-    pads = given.pop("pad", ())
+    return Step(Engine(spec_of(fun, options), scope), options)
+
+
+def spec_of(fun: Any, options: dict[str, Any]) -> StepSpec:
+    """The spec of a step with these options of `step`. Raises what `step` raises."""
+    jit_options = dict(options)
+    named = {role: _names(role, jit_options.pop(role, ())) for role in _ROLES}
+    pads = jit_options.pop("pad", ())
     pads = (pads,) if isinstance(pads, Pad) or not isinstance(pads, Iterable) else tuple(pads)
     if pads:
         check_pads(fun, pads, named)
-    jit_options = dict(given)
     if any(named.values()):
         _check_roles(fun, named, jit_options)
     if named["carry"]:
         _donate(fun, named["carry"], jit_options)
     spec = StepSpec.of(fun, jit_options, **named, pads=pads)
-    if (tell := tell_of(fun)) is not None:
-        spec = spec._replace(tell=tell)
-    return Step(Engine(spec, scope), options)
+    return spec._replace(parameters=spec.parameters._replace(tell=tell_of(fun)))
 
 
 def reduced(step: Any, make: Callable, *args: Any) -> Any:
@@ -282,9 +282,8 @@ def _plain(name: str, value: Any) -> Any:
 def _names(role: str, given: Any) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if not all(isinstance(name, str) for name in names):
-        raise OptionError(
-            f"{role} takes the name of an argument, or several", where="step", got=repr(given)
-        )
+        what = f"{role} takes the name of an argument, or several"
+        raise OptionError(what, where="step", got=repr(given))
     return names
 
 
@@ -302,17 +301,15 @@ def _check_roles(
     for role, name in ((role, name) for role, names in named.items() for name in names):
         if name not in possible[role]:
             among = ", ".join(possible[role])
-            raise OptionError(
-                f"{role}={name!r} is not a parameter of {getattr(fun, '__name__', fun)}",
-                expected=f"one of {among}" if among else "one that takes one argument",
-            )
+            what = f"{role}={name!r} is not a parameter of {getattr(fun, '__name__', fun)}"
+            expected = f"one of {among}" if among else "one that takes one argument"
+            raise OptionError(what, expected=expected)
         if name in static:
             raise OptionError(f"{name!r} cannot be both {_ROLES[role]} and static", where="step")
-    for name in named["carry"]:
-        if name in named["batch"]:
-            what = f"{name!r} cannot be both carried and a batch"
-            hint = "a rule of the session can split leaves of a carry"
-            raise OptionError(what, where="step", hint=hint)
+    for name in set(named["carry"]).intersection(named["batch"]):
+        what = f"{name!r} cannot be both carried and a batch"
+        hint = "a rule of the session can split leaves of a carry"
+        raise OptionError(what, where="step", hint=hint)
 
 
 def _donate(fun: Callable, carry: tuple[str, ...], options: dict[str, Any]) -> None:

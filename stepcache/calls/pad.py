@@ -110,11 +110,9 @@ def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[
         for name in (*taken, *filter(None, (pad.mask, pad.count))):
             kind = parameters[name].kind if name in parameters else None
             if kind not in _NAMED:
-                raise OptionError(
-                    f"{getattr(fun, '__name__', fun)} has no argument of the name {name!r}",
-                    where="Pad",
-                    expected=f"one of {', '.join(parameters)}",
-                )
+                what = f"{getattr(fun, '__name__', fun)} has no argument of the name {name!r}"
+                expected = f"one of {', '.join(parameters)}"
+                raise OptionError(what, where="Pad", expected=expected)
         for name in taken:
             if name in roles["carry"]:
                 raise OptionError(f"{name!r} is carried, and cannot be padded", where="Pad")

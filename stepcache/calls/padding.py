@@ -69,6 +69,8 @@ class Padder:
     `engine` returns the step's engine, which is not kept alive, and `scope` the scope of a call.
     """
 
+    jit: Callable[..., Callable] = staticmethod(jax.jit)  # Compiles the step's function, to check.
+
     def __init__(
         self, spec: StepSpec, call: Callable, engine: Callable[[], Any], scope: Callable[[], Scope]
     ):
@@ -80,6 +82,10 @@ class Padder:
         self._checked: set[Any] = set()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.call, args, kwargs)
+
+    def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs `call` with padded arguments, and cuts its outputs."""
         padded_args, padded_kwargs, groups = self._padded(args, kwargs)
         with self._lock:
             for group in groups[:1]:
@@ -87,7 +93,7 @@ class Padder:
                 self._padded_rows += group.padded
         if any(group.pad.check and group.size < group.padded for group in groups):
             self._check(args, kwargs, groups)
-        outputs = self.call(*padded_args, **padded_kwargs)
+        outputs = call(*padded_args, **padded_kwargs)
         return self._cut(outputs, padded_args, padded_kwargs, groups)
 
     @property
@@ -139,11 +145,9 @@ class Padder:
         self._change(pad, [*args], dict(kwargs), see)
         if len(sizes) > 1:
             (a, (first, _)), (b, (second, _)), *_ = sizes.items()
-            raise pad._error(
-                f"arrays that are padded together differ in size along axis {pad.axis}",
-                got=f"{a} at {first}, {b} at {second}",
-                hint='name the part to pad, as in sc.Pad("batch/tokens", axis=1)',
-            )
+            what = f"arrays that are padded together differ in size along axis {pad.axis}"
+            hint = 'name the part to pad, as in sc.Pad("batch/tokens", axis=1)'
+            raise pad._error(what, got=f"{a} at {first}, {b} at {second}", hint=hint)
         return next(((size, *first) for size, first in sizes.items()), None)
 
     def _split(self, pad: Pad, path: str, leaf: Any, padded: int) -> NamedSharding | None:
@@ -289,7 +293,7 @@ class Padder:
         if key in self._checked:
             return
         options = {k: v for k, v in self._spec.options.items() if not k.startswith("donate_")}
-        call = jax.jit(self._spec.fun, **options)
+        call = self.jit(self._spec.fun, **options)
         args, kwargs = jax.tree_util.tree_map(
             lambda leaf: leaf.value if isinstance(leaf, Variables) else leaf, (args, kwargs)
         )
@@ -298,7 +302,8 @@ class Padder:
             padded_args, padded_kwargs, _ = self._padded(args, kwargs, row)
             outputs = call(*padded_args, **padded_kwargs)
             outputs = self._cut(outputs, padded_args, padded_kwargs, groups)
-            found.append(jax.tree_util.tree_flatten_with_path(outputs)[0])
+            leaves = jax.tree_util.tree_flatten_with_path(outputs)[0]
+            found.append([each for each in leaves if is_array(each[1])])
         for (path, a), (_, b) in zip(*found, strict=True):
             if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)

@@ -89,6 +89,7 @@ class Parameters(NamedTuple):
     batch: tuple[str, ...] = ()  # Those that a session splits along its data axis.
     # Whether a batch has the batches of several steps along its first dimension.
     stacked: bool = False
+    tell: Callable[[Call], Call] | None = None  # Gives a call of a library as its user made it.
 
     @classmethod
     def of(
@@ -142,6 +143,7 @@ class Call:
     signature: Signature  # Before or after placement.
     # For each leaf a text about the `Variables` that hold it; "" if the call does.
     holders: tuple[str, ...] = ()
+    tell: Callable[[Call], Call] | None = None  # As of the parameters.
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
         if leaves == self.signature.leaves:
@@ -163,21 +165,21 @@ class Call:
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
+        if self.tell is not None:
+            return self.tell(self).paths
         entries, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
-        paths = tuple(self.path(keys) for keys, _ in entries)
-        if not self.holders:
-            return paths
-        return tuple(
-            path._replace(holder=holder) for path, holder in zip(paths, self.holders, strict=True)
-        )
+        holders = self.holders or ("",) * len(entries)
+        rows = zip(entries, holders, strict=True)
+        return tuple(self.path(keys, holder) for (keys, _), holder in rows)
 
-    def path(self, keys: tuple) -> Path:
+    def path(self, keys: tuple, holder: str = "") -> Path:
         """Returns the path for JAX's keys into the dynamic `(args, kwargs)`."""
         in_kwargs, top, *rest = keys
         name = top.key if in_kwargs.idx else self.names[top.idx]
         base = name.replace("[", "/").rstrip("]")
         slashed = keystr(tuple(rest), simple=True, separator="/")
-        return Path(name, name + keystr(tuple(rest)), f"{base}/{slashed}" if rest else base)
+        text = name + keystr(tuple(rest))
+        return Path(name, text, f"{base}/{slashed}" if rest else base, holder)
 
 
 class AttributePath(GetAttrKey):
@@ -218,7 +220,8 @@ def read(parameters: Parameters, args: tuple, kwargs: dict[str, Any]) -> Call:
     except (TypeError, ValueError, OverflowError) as error:
         raise Unreadable from error
     names = tuple(map(parameters.name_of, positions))
-    return Call((args, kwargs), dynamic, dynamic_kwargs, positions, names, leaves, signature)
+    given, tell = (args, kwargs), parameters.tell
+    return Call(given, dynamic, dynamic_kwargs, positions, names, leaves, signature, tell=tell)
 
 
 def read_leaf(x: Any) -> Leaf:

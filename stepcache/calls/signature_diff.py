@@ -23,7 +23,7 @@ from stepcache.calls.signature import (
     shorten,
 )
 from stepcache.events import Change
-from stepcache.units import counted
+from stepcache.units import counted, text_of
 
 _LEAVES_GRADED = 16
 
@@ -85,7 +85,7 @@ def _kind_of(values: Sequence[Any]) -> str:
 
 def _show(value: Any) -> str:
     try:
-        return shorten(repr(value))
+        return shorten(text_of(value))
     except Exception:
         return f"a {type(value).__name__} that cannot be printed"
 

@@ -25,7 +25,7 @@ def _as_it_is(call: Call) -> Call:
 class StepSpec(NamedTuple):
     """The function of a step and its options, resolved."""
 
-    fun: Callable  # The user's function.
+    fun: Callable  # What is compiled.
     name: str  # What to call it.
     options: dict[str, Any]  # Keywords for `jax.jit`, with the donation of the carry in them.
     jitted: Any  # `jax.jit(fun, **options)`, which serves calls under other transformations.
@@ -38,6 +38,7 @@ class StepSpec(NamedTuple):
     tell: Callable[[Call], Call] = _as_it_is
     # Gives the numbers of the leaves that are buffers of `Variables` in host memory.
     hosted: Callable[[Call], set[int]] = lambda call: set()
+    source: Any = None  # The user's function, of which a library may have made `fun`.
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class StepSpec(NamedTuple):
                 *((name, _hashable(options[name])) for name in sorted(options)),
             ),
             pads,
+            source=fun,
         )
 
     @property
@@ -104,7 +106,8 @@ class Request:
     @functools.cached_property
     def shown(self) -> Call:
         """The call for messages: paths and signature, placed. It cannot be run."""
-        return self.tell(self.call.with_signature_leaves(self.leaves))
+        call = self.call.with_signature_leaves(self.leaves)
+        return self.tell(call if call.tell is None else call.tell(call))
 
     def described(self) -> Request:
         """The same request without its arrays, which it would otherwise keep alive.

@@ -18,7 +18,7 @@ from stepcache.jaxcompat.hooks import cpu_features
 from stepcache.jaxcompat.private import PRIVATE_API
 
 if PRIVATE_API:
-    from jax._src import core, xla_bridge
+    from jax._src import xla_bridge
     from jax._src.core import jaxprs_in_params
 else:
     from jax.extend.core import jaxprs_in_params
@@ -74,30 +74,6 @@ def captured_arrays(jaxpr: Any) -> list[Any]:
             stack += [each for each in equation.params.values() if hasattr(each, "consts")]
             stack += jaxprs_in_params(equation.params)
     return [const for const in seen.values() if hasattr(const, "nbytes")]
-
-
-LOG_OF_CALLBACKS = ("jax._src.callback", "jax.pure_callback failed")
-"""Logger and message of an error in a callback, which is raised as well."""
-
-
-def calls_back() -> bool:
-    """Whether the trace that this thread is in has, so far, a callback whose error is raised.
-
-    That is a `jax.pure_callback` or `io_callback`, also in a nested function. Where the private API
-    is out of reach the answer is yes.
-    """
-    if not PRIVATE_API:
-        return True
-    frame = getattr(core.trace_ctx.trace, "frame", None)
-    pending, visited = [frame.get_eqns() if frame is not None else []], set()
-    while pending:
-        for equation in pending.pop():
-            if equation.primitive.name in ("pure_callback", "io_callback"):
-                return True
-            inner = [each for each in jaxprs_in_params(equation.params) if id(each) not in visited]
-            visited.update(map(id, inner))
-            pending += [jaxpr.eqns for jaxpr in inner]
-    return False
 
 
 def module_outline(lowered: Any) -> str:

@@ -1,20 +1,24 @@
 """What `nnx.jit` and `equinox.filter_jit` give to `jax.jit`, by the names that their user knows.
 
 Both have it compile a function of their own, whose arguments are those of the user's in pieces.
-Here they are put together again, for messages alone.
+Here they are put together again: for messages, and for the rules that place arrays by their paths.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
-from stepcache.calls.signature import Call, Path, Static
+from stepcache.calls.signature import Call, Parameters, Static
+from stepcache.jaxcompat import ArgumentRoles
+
+_ARRAY = object()  # Stands for an array in a tree that is only looked at.
 
 
 def tell_of(fun: Callable) -> Callable[[Call], Call] | None:
@@ -28,6 +32,7 @@ def tell_of(fun: Callable) -> Callable[[Call], Call] | None:
 
 def _guarded(tell: Callable[[Call], Call]) -> Callable[[Call], Call]:
     def told(call: Call) -> Call:
+        call = replace(call, tell=None)
         try:
             made = tell(call)
             return made if len(made.paths) == len(call.leaves) else call
@@ -57,32 +62,47 @@ def _of_nnx_jit(call: Call) -> Call:
 
 def _of_filter_jit(call: Call) -> Call:
     """Arguments, whose arrays are passed in flat tuples, and all else as one static value."""
-    from stepcache.modules.equinox_trees import ARRAY, settings_of
-
     static: Any
     (static,) = call.signature.statics
-    function, first, (args, kwargs) = (
-        tree.unflatten([ARRAY if leaf is None else leaf for leaf in leaves])
+    function, first, (rest, kwargs) = (
+        tree.unflatten([_ARRAY if leaf is None else leaf for leaf in leaves])
         for leaves, tree in static.value
     )
-    names = list(inspect.signature(function).parameters)
-    named = {"fun": {} if inspect.isfunction(function) else {"self": function}}
-    named["first"] = dict(zip(names[:1], [first], strict=False))
-    named["rest"] = dict(zip(names[1:], args, strict=False)) | dict(sorted(kwargs.items()))
+    name_of = Parameters.of(function, ArgumentRoles((), ())).name_of
+    named = {
+        "fun": [] if inspect.isfunction(function) else [("self", function)],
+        "first": [(name_of(0), first)],
+        "rest": [(name_of(n), tree) for n, tree in enumerate(rest, 1)] + sorted(kwargs.items()),
+    }
     groups = [group for argument in call.args for group in sorted(argument)]
-    trees = [each for group in groups for each in named[group].items()]
+    names, trees = zip(*(each for group in groups for each in named[group]), strict=True)
     statics = tuple(
         Static(name + keystr(keys), type(value), value)
-        for name, tree in trees
-        for keys, value in settings_of(tree, ())
+        for name, tree in zip(names, trees, strict=True)
+        for keys, value in _settings_of(tree, ())
     )
-    made = replace(call, signature=replace(call.signature, statics=statics))
-    vars(made)["paths"] = tuple(
-        Path(
-            name, name + keystr(keys), keystr((GetAttrKey(name), *keys), simple=True, separator="/")
-        )
-        for name, tree in trees
-        for keys, leaf in tree_flatten_with_path(tree)[0]
-        if leaf is ARRAY
-    )
+    signature = replace(call.signature, statics=statics)
+    made = replace(call, args=trees, kwargs={}, names=names, signature=signature)
+    entries, _ = tree_flatten_with_path((trees, {}))
+    vars(made)["paths"] = tuple(made.path(keys) for keys, leaf in entries if leaf is _ARRAY)
     return made
+
+
+def _settings_of(tree: Any, keys: tuple) -> Iterator[tuple[tuple, Any]]:
+    """What there is beside arrays: other leaves, static fields, classes of modules; by path."""
+    import equinox as eqx
+
+    if isinstance(tree, eqx.Module):
+        yield keys, type(tree)
+        for each in dataclasses.fields(tree):
+            if each.metadata.get("static", False) and hasattr(tree, each.name):
+                yield (*keys, GetAttrKey(each.name)), getattr(tree, each.name)
+
+    def is_inner_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module) and x is not tree
+
+    for inner, leaf in tree_flatten_with_path(tree, is_leaf=is_inner_module)[0]:
+        if is_inner_module(leaf):
+            yield from _settings_of(leaf, (*keys, *inner))
+        elif leaf is not _ARRAY:
+            yield (*keys, *inner), leaf

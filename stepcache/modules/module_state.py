@@ -37,13 +37,6 @@ def is_state(x: Any) -> bool:
     return isinstance(x, ModuleState)
 
 
-def text_of(value: Any) -> str:
-    """A text that differs for values that differ, as two functions that `jax.jit` made of one."""
-    text, address = repr(value), hex(id(value))
-    is_compared_by_identity = type(value).__hash__ is object.__hash__
-    return f"{text} at {address}" if is_compared_by_identity and address not in text else text
-
-
 class Outcome:
     """What a program over modules returns."""
 
@@ -58,22 +51,3 @@ class Outcome:
 jax.tree_util.register_pytree_node(
     Outcome, lambda outcome: ((outcome.states, outcome.outputs), outcome.about), Outcome
 )
-
-
-class OverModules:
-    """What a program runs in the place of a function over modules.
-
-    No function, so that whatever asks for code, a file or a signature finds those of the user's.
-
-    Attributes:
-        __wrapped__: the user's function.
-    """
-
-    __wrapped__: Any
-
-    def __init__(self, name: str, module: str):
-        self.__name__ = self.__qualname__ = name
-        self.__module__ = module
-
-    def __repr__(self) -> str:
-        return repr(self.__wrapped__)

@@ -16,8 +16,9 @@ from flax.nnx import extract, graphlib
 
 from stepcache.calls.layers import function_name
 from stepcache.calls.signature import AttributePath
-from stepcache.modules.module_state import ModuleState, Outcome, OverModules, is_state, text_of
+from stepcache.modules.module_state import ModuleState, Outcome, is_state
 from stepcache.modules.nnx_variables import is_module, is_reference, set_values
+from stepcache.units import text_of
 
 
 class GraphStructure:
@@ -168,17 +169,22 @@ class GraphCall:
         )
 
 
-class OverGraphs(OverModules):
+class OverGraphs:
     """Calls a function on the modules that its arguments hold, and returns what they became.
 
     `Outcome.states` are lists of values; where the function changed more of some module than the
     values of variables, each is a `ModuleState`, and the first of `Outcome.about` is true. The
     second says whether there are modules among the outputs.
+
+    No function, so that whatever asks for code, a file or a signature finds those of the user's.
     """
 
     def __init__(self, fun: Any):
-        super().__init__(function_name(fun), getattr(fun, "__module__", ""))
-        self.__wrapped__ = fun
+        self.__name__ = self.__qualname__ = function_name(fun)
+        self.__module__, self.__wrapped__ = getattr(fun, "__module__", ""), fun
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
         objects, modules, before = graphlib.IndexMap(), [], []

@@ -157,7 +157,7 @@ def build(
                     staged = trace_it(spec, request)
                 if not staged.can_be_held():
                     raise NotHoldable
-                captured = _name_captured(spec.fun, jaxcompat.captured_arrays(staged.jaxpr))
+                captured = _name_captured(spec.source, jaxcompat.captured_arrays(staged.jaxpr))
                 with stage("lower"):
                     if staged.lowered is None:
                         staged.lower()

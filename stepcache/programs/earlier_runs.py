@@ -17,7 +17,7 @@ import jax
 from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
-from stepcache.calls.signature import Leaf, Path, short_type, shorten
+from stepcache.calls.signature import Leaf, Path, Signature, short_type, shorten
 from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
 from stepcache.origin import file_label, is_users_file
@@ -43,20 +43,20 @@ class Described(NamedTuple):
         return digest_of(self.call)
 
 
-def describe(label: str, key: Key, paths: Sequence[Path], leaves: Sequence[Leaf]) -> Described:
+def describe(label: str, key: Key, paths: Sequence[Path], signature: Signature) -> Described:
     """Describes a call of the step of this label, by its paths and types, not by its values.
 
     Args:
         label: of the step.
         key: of its program.
-        paths, leaves: as they are shown, placed.
+        paths, signature: as they are shown, placed.
     """
     call: dict[str, str] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
+    for path, leaf in zip(paths, signature.leaves, strict=True):
         call[f"argument {path.text}"] = _leaf_text(leaf)
         if path.holder:
             call[f"holder {path.argument}"] = path.holder
-    for static in key.signature.statics:
+    for static in signature.statics:
         call[f"static {static.name}"] = f"{static.kind.__qualname__} {_text(static.value)}"
     options = {name: value for name, value in key.options if value not in (None, ())}
     if "carry" in options:  # What is donated follows from it.

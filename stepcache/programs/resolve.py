@@ -82,7 +82,7 @@ class Resolver:
 
     def __init__(self, spec: StepSpec, miss_log: MissLog):
         self._spec, self._miss_log = spec, miss_log
-        self.label, self._file = step_label(spec.fun), file_of(spec.fun)
+        self.label, self._file = step_label(spec.source), file_of(spec.source)
         self._unsettled: list[_Settling] = []
         self._not_compared: set[Key] = set()
 
@@ -105,7 +105,7 @@ class Resolver:
             miss, store = self._miss_log.why(request), scope.cache.store()
             warn_of_carried_module(self._spec, request.call)
             # It is to outlive the call, and holds on to no array and to nothing of the step.
-            shown = request.shown.paths, request.shown.signature.leaves
+            shown = request.shown.paths, request.shown.signature
             described = _Once(functools.partial(describe, self.label, request.key, *shown))
             explained = functools.partial(_explained, miss, store, described)
 
@@ -133,7 +133,8 @@ class Resolver:
             call_seconds = time.perf_counter() - started
             own_seconds = call_seconds - sum(stopwatch.seconds.values())
             program, settled = self._settled(request, program)
-            remade = advice_on_remaking(place, self._spec.fun) if place and miss.number == 1 else ""
+            is_first = miss.number == 1
+            remade = advice_on_remaking(place, self._spec.source) if place and is_first else ""
             remote = store.remote if store is not None and program.source != "compiled" else None
             remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
             captured = map(_advise_on_capture, program.captured)

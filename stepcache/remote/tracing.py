@@ -76,12 +76,10 @@ def donated_leaves(spec: StepSpec, request: Request) -> set[int]:
     call = request.call
     count = len(call.given[0])
     numbers = {number % count if number < 0 and count else number for number in numbers}
-    arguments = {
-        name
-        for position, name in zip(call.positions, call.names, strict=True)
-        if position in numbers or name in names
-    } | {name for name in call.kwargs if name in names}
-    return {n for n, path in enumerate(call.paths) if path.argument in arguments}
+    passed = (*zip(call.positions, call.names, strict=True), *((None, n) for n in call.kwargs))
+    donated = {name for at, name in passed if at in numbers or name in names}
+    leaves = (name for name, tree in call.arguments.items() for _ in jax.tree.leaves(tree))
+    return {number for number, name in enumerate(leaves) if name in donated}
 
 
 def _as_set(value: Any) -> set:

@@ -288,7 +288,8 @@ def _on_tasks(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanatio
 
 
 def _statics(request: Request) -> tuple[tuple[str, str], ...]:
-    return tuple((each.name, repr(each.value)) for each in request.call.signature.statics)
+    statics = request.shown.signature.statics  # Those of modules are many, and have a dot.
+    return tuple((each.name, repr(each.value)) for each in statics if "." not in each.name)
 
 
 def _by_stage(seconds: Mapping[str, float] | None) -> tuple[float, ...] | None:
@@ -349,8 +350,7 @@ def _spec(sharding: Sharding | None) -> str:
 def _abbreviated(path: str, limit: int = 36) -> str:
     """Shortens a path to its argument and its last keys."""
     argument, *keys = path.split("/")
-    short = path
-    while len(short) > limit and len(keys) > 1:
+    while len(path) > limit and len(keys) > 1:
         keys = keys[1:]
-        short = "/".join((argument, "…", *keys))
-    return short
+        path = "/".join((argument, "…", *keys))
+    return path

@@ -18,7 +18,7 @@ from tests.programs.trust_child import MODELS
 
 pytestmark = pytest.mark.skipif(not CAN_STORE, reason="nothing is stored")
 HERE = Path(__file__).parent
-# What `seqx.step` returns is one custom tree; the other names devices that its arguments do not.
+# `filter_jit` returns what is static apart; the other names devices that its arguments do not.
 TRACED_AGAIN = {"equinox", "nested"}
 SHAPED_AGAIN = {"padded"}  # To know the shapes of its outputs.
 
