@@ -263,6 +263,15 @@ def test_misses_inside_of_libraries_name_what_the_user_wrote(directory, source, 
     assert "dynamic_" not in done.stderr and "graphdef" not in done.stderr
 
 
+@pytest.mark.parametrize("source", [EQUINOX, NNX], ids=["equinox", "nnx"])
+def test_the_last_line_names_functions_inside_of_libraries(directory, source):
+    pytest.importorskip("equinox") if source is EQUINOX else None
+    calls = "for size in (2, 3, 4, 5): call(size, 1.0)\n"
+    done = run(directory, write(directory, source + calls))
+    line = source.splitlines().index("@eqx.filter_jit" if source is EQUINOX else "@nnx.jit") + 1
+    assert f"script.py:{line} train_step compiled 4 times (" in done.stderr.splitlines()[-1]
+
+
 def test_the_functions_that_compiled_most_are_named(directory):
     script = write(
         directory,

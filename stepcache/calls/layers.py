@@ -71,6 +71,15 @@ def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
+def place_of(fun: Any) -> str:
+    """File and line of the user's function under what wraps it; empty for a library's."""
+    inner = definition_of(fun)
+    code = code_of(inner)
+    if code is None or not is_users_file(code.co_filename):
+        return ""
+    return f"{file_label(code.co_filename, inner.__module__)}:{code.co_firstlineno}"
+
+
 class Making(NamedTuple):
     """Where the code of a step is, and how many steps of it have been made."""
 
@@ -91,27 +100,18 @@ def count_step(fun: Any) -> Making:
     layers = list(layers_of(fun))
     codes = [code_of(layer) for layer in layers]
     depth = max((depth for depth, code in enumerate(codes) if code is not None), default=None)
-    if depth is None:
+    code: Any = None if depth is None else codes[depth]
+    if code is None or not is_users_file(code.co_filename):
         return Making()
-    code: Any = codes[depth]
-    if not is_users_file(code.co_filename):
-        return Making()
-    wrapping = tuple(map(_layer_text, layers[:depth], codes))
+    wrapping = tuple(
+        type(layer).__qualname__ if code is None else f"{code.co_filename}:{code.co_qualname}"
+        for layer, code in zip(layers[:depth], codes, strict=False)
+    )
     with _lock:
         reference, counts = _steps.get(id(code), (None, Counter()))
         if reference is None or reference() is not code or len(counts) >= _MAX_WRAPPINGS:
-            counts = Counter()
-            reference = weakref.ref(code, functools.partial(_forget, id(code)))
-            _steps[id(code)] = (reference, counts)
+            weakref.finalize(code, _steps.pop, id(code), None).atexit = False
+            _steps[id(code)] = weakref.ref(code), (counts := Counter())
         counts[wrapping] += 1
         count = counts[wrapping]
-    label = file_label(code.co_filename, getattr(layers[depth], "__module__", None))
-    return Making(f"{label}:{code.co_firstlineno}", count)
-
-
-def _layer_text(layer: Any, code: types.CodeType | None) -> str:
-    return type(layer).__qualname__ if code is None else f"{code.co_filename}:{code.co_qualname}"
-
-
-def _forget(key: int, _: weakref.ref) -> None:
-    _steps.pop(key, None)
+    return Making(place_of(fun), count)

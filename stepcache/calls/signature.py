@@ -144,6 +144,7 @@ class Call:
     # For each leaf a text about the `Variables` that hold it; "" if the call does.
     holders: tuple[str, ...] = ()
     tell: Callable[[Call], Call] | None = None  # As of the parameters.
+    fun: Any = None  # The user's function, where that is known from the call alone.
 
     def with_signature_leaves(self, leaves: tuple[Leaf, ...]) -> Call:
         if leaves == self.signature.leaves:

@@ -82,7 +82,7 @@ def _of_filter_jit(call: Call) -> Call:
         for keys, value in _settings_of(tree, ())
     )
     signature = replace(call.signature, statics=statics)
-    made = replace(call, args=trees, kwargs={}, names=names, signature=signature)
+    made = replace(call, args=trees, kwargs={}, names=names, signature=signature, fun=function)
     entries, _ = tree_flatten_with_path((trees, {}))
     vars(made)["paths"] = tuple(made.path(keys) for keys, leaf in entries if leaf is _ARRAY)
     return made

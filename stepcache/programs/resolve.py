@@ -20,7 +20,7 @@ from stepcache import jaxcompat
 from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.key import Key
-from stepcache.calls.layers import step_label
+from stepcache.calls.layers import place_of, step_label
 from stepcache.calls.nnx_modules import warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import OptionError, RecompileError, RecompileWarning, warn
@@ -114,7 +114,7 @@ class Resolver:
                     self.judge(scope, miss, lambda: explained(module, digest))
 
             peers, trust = scope.together(request.ranks), scope.cache.trusted
-            place = self._miss_log.making.place
+            place = self._miss_log.making.place or place_of(request.shown.fun)
             release = trust.release(described(), request, place) if trust else None
             if peers is None:
                 held = scope.cache.executable
