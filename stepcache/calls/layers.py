@@ -72,12 +72,12 @@ def function_name(fun: Any) -> str:
 
 
 def place_of(fun: Any) -> str:
-    """File and line of the user's function under what wraps it; empty for a library's."""
-    inner = definition_of(fun)
-    code = code_of(inner)
-    if code is None or not is_users_file(code.co_filename):
-        return ""
-    return f"{file_label(code.co_filename, inner.__module__)}:{code.co_firstlineno}"
+    """File and line of the user's innermost function; empty where there is none."""
+    codes = [(code, layer) for layer in layers_of(fun) if (code := code_of(layer)) is not None]
+    for code, layer in reversed(codes):
+        if is_users_file(code.co_filename):
+            return f"{file_label(code.co_filename, layer.__module__)}:{code.co_firstlineno}"
+    return ""
 
 
 class Making(NamedTuple):
