@@ -171,7 +171,7 @@ def main() -> None:
         return
     from benchmarks.harness import show, write
 
-    cases = [(24, 1), (24, 4), (12, 1)]
+    cases = [(12, 1), (24, 1), (24, 4)]
     rounds, colds = options.rounds, 1
     if options.quick:
         cases, rounds, colds = [(1, 1)], 1, 0
