@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--dir", dest="STEPCACHE_DIR", help="cache directory; by default STEPCACHE_DIR")
     add("--remote", dest="STEPCACHE_REMOTE", help="shared cache; by default STEPCACHE_REMOTE")
-    add("--trust", dest="STEPCACHE_TRUST", metavar="KEY", help="run what KEY vouches for untraced")
-    add(
-        "--prove", dest="STEPCACHE_PROVE_EVERY", action="store_const", const="1", help="but not now"
-    )
+    help = "a KEY that vouches for the steps, which are then not traced"
+    add("--trust", dest="STEPCACHE_TRUST", metavar="KEY", help=help)
+    help = "with --trust: trace them all the same, and compare"
+    add("--prove", dest="STEPCACHE_PROVE_EVERY", action="store_const", const="1", help=help)
     add("--max-memory", type=_size, help="size of the programs in memory at most, such as 4GB")
     choices = "compile", "warn", "error"
     help = "what a call does that has to compile another program; by default it compiles it"

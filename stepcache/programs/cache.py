@@ -121,9 +121,7 @@ class ProgramCache:
         if not isinstance(trust, str | None):
             raise OptionError("trust is a text", where="ProgramCache", got=repr(trust))
         self._trust, self._prove_every = trust, prove_every
-        self.trusted: Any = (
-            None  # A `Trust`, once the store is open, where a KEY vouches for steps.
-        )
+        self.trusted: Any = None  # The `Trust` of a KEY, if there is one, once the store is open.
         self.number = next(_numbers)
         self._bounds = (max_memory_programs, max_bytes)
         self._memory = MemoryPrograms(*self._bounds)
@@ -157,7 +155,8 @@ class ProgramCache:
 
                         starts = os.environ.get(_PROVE_EVERY) or str(self._prove_every)
                         if not starts.isdecimal() or int(starts) < 1:
-                            raise OptionError("It is a number of starts", where=_PROVE_EVERY)
+                            what = f"prove_every, or {_PROVE_EVERY}, is a number of starts"
+                            raise OptionError(what, where="ProgramCache", got=starts)
                         self.trusted = Trust(self.trust, int(starts), store)
                     self._store, self._is_open = store, True
         return self._store

@@ -13,7 +13,10 @@ import pytest
 
 import stepcache as sc
 from stepcache.jaxcompat.private import CAN_STORE
+from stepcache.programs.opening import place_of
 from stepcache.report.doctor import examine
+from stepcache.report.inventory import take_inventory
+from stepcache.report.shared import pull, push
 from tests.programs.trust_child import MODELS
 
 pytestmark = pytest.mark.skipif(not CAN_STORE, reason="nothing is stored")
@@ -360,6 +363,23 @@ def test_machines_share_exports_and_distrust(tmp_path):
         machine(3, 5.0, prove_every=1)
     assert machine(4, 5.0) == 1
     assert machine(2, 5.0) == 1  # It has the export, and hears that it is distrusted.
+
+
+def test_exports_are_pushed_and_pulled_with_their_programs(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPCACHE_KEY_FILE", str(tmp_path / "key"))
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    (tmp_path / "key").chmod(0o600)
+    place = place_of(f"file://{tmp_path}/shared", "test")
+    first = Start(tmp_path / "one")
+    first.call(first.step(), X)
+    push(first.cache.store(), place)
+    pull(tmp_path / "two", place)
+    second = Start(tmp_path / "two")
+    step = second.step()
+    second.call(step, X)
+    assert (second.traces, step.stats().compiles) == (0, 0)
+    found = take_inventory(tmp_path / "two")
+    assert (found.programs, found.predictions, len(found.items)) == (1, 1, 1)
 
 
 def test_a_directory_that_counts_no_starts_draws_them(directory, monkeypatch):
