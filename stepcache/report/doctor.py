@@ -183,9 +183,7 @@ def _contents(directory: Path, max_bytes: int) -> Iterator[Check]:
     distrusted = {header.get("export") for header in headers.values()}
     for each in (each for each in entries if each.digest in headers.keys() - distrusted):
         since, why = readable_time(each.created_time), headers[each.digest].get("distrusted")
-        trusted = (
-            f"{label_of(each)}: {f'distrusted since {since}: {why}' if why else f'since {since}'}"
-        )
+        trusted = f"{label_of(each)}: {'dis' if why else ''}trusted since {since} {why or ''}"
         yield Check("trust", "warning" if why else "ok", trusted, "give another KEY" if why else "")
     quarantine = directory / ROOT / "quarantine"
     left = private_files.listed(quarantine)
