@@ -31,7 +31,7 @@ import optax
 from jax.sharding import AxisType
 
 import stepcache as sc
-from stepcache.distributed.launch import launch
+from stepcache.pods.launch import launch
 
 CONTEXT, EMBEDDED, WIDTH, BATCH = 16, 16, 64, 256
 STEPS, SAVE_EVERY, VICTIM, KILLED_AT = 60, 8, 2, 30

@@ -34,9 +34,9 @@ from stepcache.calls.placement import (
 from stepcache.calls.signature import Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.dispatcher import Dispatcher, eagerly, serve
-from stepcache.distributed.hang_report import CallCount
 from stepcache.errors import SessionClosedError, StepCacheWarning, warn
 from stepcache.events import Evicted, Miss, recorder
+from stepcache.pods.hang import CallCount
 from stepcache.programs.build import NotHoldable, Program, trace
 from stepcache.programs.cache import caches_for
 from stepcache.programs.earlier_runs import compared_with_earlier_run, describe

@@ -28,7 +28,6 @@ class ResidentCalls:
         self.engine, self.spec, self.serve_by = engine, own.spec, own.serve_by
         self.miss_log, self.call_count = own.miss_log, own.call_count
         self._plans = CallPlans(own.spec, own.dispatcher.call)
-        self._runs = 0
 
     shapes_in = staticmethod(shapes_in)
 
@@ -41,9 +40,6 @@ class ResidentCalls:
         engine = self.engine
         with locked(use.checked(scope).variables):
             use.compare_values(scope)
-            if scope.check_replicas_every:
-                self._runs += 1
-                use.check_replicas(scope, self._runs)
             if scope.max_step_bytes is not None:
                 request = None  # Where only JAX can judge the other arguments.
                 with contextlib.suppress(Unreadable):
@@ -72,10 +68,7 @@ class ResidentCalls:
             return
         if jaxcompat.arguments_outlive_calls():
             return
-        if scope.check_replicas_every:
-            plan = self._plans.stop()
-        else:
-            plan = self._plans.add(use, form, outputs, dispatcher)
+        plan = self._plans.add(use, form, outputs, dispatcher)
         if plan is not None:
             self.call_count.is_whole = False
             serve_by(plan)

@@ -17,17 +17,22 @@ from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, Scope, current_scope, token_of
 from stepcache.dispatcher import clear_all
-from stepcache.distributed.hang_report import AGREE_SECONDS, HANG_SECONDS, OnHang
 from stepcache.errors import OptionError, SessionClosedError
+from stepcache.pods.hang import AGREE_SECONDS, HANG_SECONDS
 from stepcache.programs.cache import ProgramCache
 from stepcache.sharding import DataAxis, Placer, Rules
 from stepcache.step import NOT_GIVEN, make_step
 from stepcache.units import listed
 
 if TYPE_CHECKING:  # A single process imports nothing for the agreement of several.
-    from stepcache.distributed.peers import Peers
+    from stepcache.pods.rounds import Peers
 
 OnMiss = Literal["compile", "warn", "error"]
+# Options that other versions had, and what to do instead.
+_GONE = {
+    "check_replicas_every": "call session.check_replicas(tree) where the loop saves or logs",
+    "on_hang": "a hang is logged; deadline= bounds the waiting for tasks",
+}
 
 
 class Session:
@@ -67,14 +72,9 @@ class Session:
             transformation, and those with a mutable reference, whose `Variables` alone are counted.
         agree_timeout: how long the processes of a pod wait, in seconds, for one that does not take
             part in the agreement on a new program.
-        check_replicas_every: check at every n-th call of a step that passes `Variables` that all
-            replicas of their values are equal, as `check_replicas` does. Devices compute checksums,
-            which are compared first. All processes must make the same calls, because each counts
-            its own. Calls that pass `Variables` go through Python. `save` checks what it writes in
-            the same way. None never checks.
         hang_after: seconds without progress, in a session over several processes, after which each
-            process logs once where all are (logger `stepcache`). None never does.
-        on_hang: "warn" then waits on; "error" raises `RankLostError` on all processes.
+            process logs its stacks once, and rank 0 where all are (logger `stepcache`). None never
+            does.
         target: other processes that run the steps. "local:2x4" starts two tasks of four devices
             each on this machine. "local:DIRECTORY" and "ray:NAME" connect to the tasks that
             `stepcache serve --tasks` runs on this machine, or on a Ray cluster. The mesh is then a
@@ -114,19 +114,20 @@ class Session:
         on_miss: OnMiss = "compile",
         count_hits: bool = False,
         max_step_bytes: int | None = None,
-        check_replicas_every: int | None = None,
         agree_timeout: float = AGREE_SECONDS,
         hang_after: float | None = HANG_SECONDS,
-        on_hang: OnHang = "warn",
         target: str | None = None,
         name: str | None = None,
         watch: str | None = None,
         deadline: float | None = None,
+        **gone: Any,
     ):
+        for option in gone:
+            if option not in _GONE:
+                raise TypeError(f"Session() got an unexpected keyword argument {option!r}")
+            raise OptionError(f"{option} is gone", where="Session", hint=_GONE[option])
         _check_choice("on_miss", on_miss, get_args(OnMiss))
-        _check_choice("on_hang", on_hang, get_args(OnHang))
         _check_count("max_step_bytes counts bytes", max_step_bytes, 0)
-        _check_count("check_replicas_every counts calls", check_replicas_every, 1)
         hang_seconds = float("inf") if hang_after is None else hang_after
         wait_seconds = float("inf") if deadline is None else deadline
         limits = {"agree_timeout": agree_timeout, "hang_after": hang_seconds}
@@ -152,15 +153,15 @@ class Session:
 
                 waiting = {"hang_seconds": hang_seconds, "deadline_seconds": wait_seconds}
                 who = target, mesh, data_axis, name, watch
-                tasks = open_target(*who, on_hang=on_hang, **waiting)
+                tasks = open_target(*who, **waiting)
                 opened.callback(tasks.connection.close)
                 mesh = tasks.mesh
             placer = _placer(mesh, given, data_axis, Mesh if tasks is None else AbstractMesh)
             together = functools.partial(_peers_of, agree_seconds=agree_timeout)
             scope = Scope(placer, cache_used, on_miss, count_hits, max_step_bytes, together)
-            scope.check_replicas_every, scope.target = check_replicas_every, tasks
+            scope.target = tasks
             self._open(scope)
-            self._on_hang = hang_seconds, on_hang
+            self._hang_seconds = hang_seconds
             if tasks is not None:
                 tasks.session = weakref.ref(self)
             _ = self._scope.peers  # From now on they know of each other.
@@ -171,7 +172,7 @@ class Session:
         scope.session = weakref.ref(self)
         self._token = token_of(scope)
         self._entered = threading.local()
-        self._on_hang: tuple[float, OnHang] = HANG_SECONDS, "warn"
+        self._hang_seconds = HANG_SECONDS
 
     @classmethod
     def _without_mesh(cls) -> Session:
@@ -218,12 +219,9 @@ class Session:
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.
         """
-        self._check_replicas(tree, "in check_replicas")
-
-    def _check_replicas(self, tree: Any, about: str, *, summed: bool = False) -> None:
         from stepcache.calls.residence import check_tree
 
-        check_tree(tree, self._scope.peers, about, summed=summed)
+        check_tree(tree, self._scope.peers, "in check_replicas")
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -234,7 +232,7 @@ class Session:
             self._entered.latest = entered
             entered.hold(jaxcompat.entering(self._scope, self._token))
             if (peers := self._scope.peers) is not None:
-                peers.enter(*self._on_hang)
+                peers.enter(self._hang_seconds)
         except BaseException:
             entered.close()
             raise
@@ -347,7 +345,7 @@ def _peers_of(ranks: tuple[int, ...], agree_seconds: float = AGREE_SECONDS) -> P
     """The processes of a call; None for a single one, which imports nothing for it."""
     if len(ranks) < 2:
         return None
-    from stepcache.distributed.peers import peers_of
+    from stepcache.pods.rounds import peers_of
 
     return peers_of(ranks, agree_seconds)
 

@@ -20,7 +20,7 @@ from stepcache.sharding import Placer, devices_of, processes_of
 from stepcache.weak_objects import WeakObjects
 
 if TYPE_CHECKING:  # A single process has none.
-    from stepcache.distributed.peers import Peers
+    from stepcache.pods.rounds import Peers
 
 recompiles_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "recompiles_forbidden", default=False
@@ -40,7 +40,6 @@ class Scope:
     max_step_bytes: int | None = None  # What one call may move.
     # Returns the `Peers` of some ranks; None for a single process.
     together: Callable[[tuple[int, ...]], Peers | None] = lambda ranks: None
-    check_replicas_every: int | None = None  # At which calls that pass `Variables`.
     closed: bool = False  # No call may be made in it any more.
     built: bool = False  # A program has been built in it.
     # Rules that have matched a leaf so far, or that have been warned about.
@@ -115,7 +114,7 @@ def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
     steps or not.
     """
     decides = (scope.placer, scope.cache.number, scope.count_hits)
-    decides += (scope.max_step_bytes, scope.check_replicas_every)
+    decides += (scope.max_step_bytes,)
     decides += (scope.target and scope.target.number,)
     if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None, None):
         return None

@@ -13,7 +13,7 @@ import numpy as np
 
 from stepcache.calls.signature import Call
 from stepcache.calls.step_spec import Request
-from stepcache.distributed.global_arrays import global_array, spans_processes
+from stepcache.pods.global_arrays import global_array, spans_processes
 from stepcache.sharding import Placed
 
 

@@ -19,9 +19,9 @@ from stepcache.calls.carry import argument_of
 from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.over_buffers import Again, mapped
 from stepcache.calls.step_spec import StepSpec
-from stepcache.distributed.peers import Peers
-from stepcache.distributed.replicas import Part, check_replicas, compare
 from stepcache.errors import VariablesError
+from stepcache.pods.replicas import Part, check_replicas, compare
+from stepcache.pods.rounds import Peers
 from stepcache.variables import transfer
 from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.describing import joined, named_leaves
@@ -100,20 +100,6 @@ class Use:
             compare(round, f"in variables that {step} is called with", {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}
-
-    def check_replicas(self, scope: Scope, number: int) -> None:
-        """Raises `AgreementError` if replicas on devices or processes differ. Under the locks.
-
-        The session says at which calls; `number` is that of this one, among those of the step.
-        """
-        if scope.check_replicas_every and number % scope.check_replicas_every == 0:
-            held = [each for each in self.variables if not each._master.is_lost]
-            check_replicas(
-                lambda: (part for each in held for part in each._parts_on_devices()),
-                scope.peers,
-                f"at call {number} of {self._spec.name}",
-                summed=True,
-            )
 
     def arguments_in_turn(self) -> Iterator[tuple[int | str, Any]]:
         """Position or name of each argument, and itself: the carried ones first.
@@ -327,10 +313,10 @@ def comes_alone(outputs: Any, carry: Sequence[Any]) -> bool:
     return tree == jax.tree_util.tree_structure(outputs)
 
 
-def check_tree(tree: Any, peers: Peers | None, about: str, *, summed: bool) -> None:
+def check_tree(tree: Any, peers: Peers | None, about: str) -> None:
     """Raises `AgreementError` if replicas of values in a tree differ, on devices or processes."""
     with locked(jax.tree_util.tree_leaves(tree)):
-        check_replicas(lambda: _parts_of(tree), peers, about, summed=summed)
+        check_replicas(_parts_of(tree), peers, about)
 
 
 def _parts_of(tree: Any) -> Iterator[Part]:

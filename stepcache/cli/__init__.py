@@ -19,9 +19,9 @@ from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
 from stepcache.cli.report import report
 from stepcache.cli.serve import serve, status, stop
-from stepcache.distributed.launch import GRACE_SECONDS
-from stepcache.distributed.launch import launch as launch_pod
 from stepcache.errors import StepCacheError
+from stepcache.pods.launch import GRACE_SECONDS
+from stepcache.pods.launch import launch as launch_pod
 from stepcache.report.doctor import examine, version_of
 from stepcache.run_command import main as run_program
 
@@ -79,7 +79,7 @@ def run(arguments: tuple[str, ...]) -> None:
 def launch(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Runs SCRIPT with ARGS as a pod on this machine, one process per rank.
 
-    jax.distributed.initialize() in SCRIPT needs no arguments. The first rank that fails ends all
+    jax.pods.initialize() in SCRIPT needs no arguments. The first rank that fails ends all
     others, and its exit code becomes that of the launch.
     """
     try:

@@ -62,7 +62,6 @@ from stepcache.jaxcompat.stages import (
     InvalidInputError,
     Runnable,
     Staged,
-    digest_of,
     explain_floating_point_error,
     forget_traces,
     jit,

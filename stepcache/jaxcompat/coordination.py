@@ -17,8 +17,6 @@ if PRIVATE_API:
 else:
     distributed: Any = None
 
-_FOREVER_SECONDS = 20 * 86400.0  # In milliseconds it is still a 32-bit number.
-
 
 class Unreachable(Exception):
     """The service does not answer, or has disconnected this process."""
@@ -30,25 +28,25 @@ class Service:
     def __init__(self, client: Any):
         self.client = client
 
-    def put(self, name: str, value: bytes) -> bool:
-        """Sets the value of a name; returns False if the name has a value already."""
+    def put(self, name: str, value: bytes, *, replace: bool = False) -> bool:
+        """Sets the value of a name; returns False if it has one that is not replaced."""
         try:
-            self.client.key_value_set_bytes(name, value)
+            self.client.key_value_set_bytes(name, value, replace)
         except Exception as error:
             _expect(error, "ALREADY_EXISTS")
             return False
         return True
 
-    def get(self, name: str) -> bytes:
-        """Waits for the value of a name, in a single call.
+    def get(self, name: str, seconds: float) -> bytes | None:
+        """Waits for the value of a name, in a single call; returns None if it has none in time.
 
-        The service keeps a record of each call that times out, until the name has a value.
+        The service keeps a record of a call that times out, until the name has a value.
         """
-        while True:
-            try:
-                return self.client.blocking_key_value_get_bytes(name, int(_FOREVER_SECONDS * 1000))
-            except Exception as error:
-                _expect(error, "DEADLINE_EXCEEDED")
+        try:
+            return self.client.blocking_key_value_get_bytes(name, int(seconds * 1000))
+        except Exception as error:
+            _expect(error, "DEADLINE_EXCEEDED")
+            return None
 
     def listed(self, directory: str) -> dict[str, bytes]:
         """Returns the values below a directory, by their names in it."""
@@ -82,12 +80,6 @@ def service() -> Service | None:
     if distributed is None or distributed.global_state.client is None:
         return None
     return Service(distributed.global_state.client)
-
-
-def coordinator_address() -> tuple[str, int]:
-    """Returns host and port of the service."""
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def replace_shutdown(replacement: Callable[[Callable[[], None]], None]) -> None:

@@ -386,23 +386,6 @@ class Staged:
         return Runnable(compiled, self.out_tree, const_args, self.jaxpr.effects)
 
 
-def digest_of(staged: Staged) -> str:
-    """The digest of what XLA would be given for what was lowered, if any; compiles nothing."""
-    found: list[str] = []
-
-    def note(compilation: Compilation) -> None:
-        found.append(compilation.digest)
-        raise _DigestKnown
-
-    with contextlib.suppress(_DigestKnown):
-        staged.compile(note)
-    return found[0] if found else ""
-
-
-class _DigestKnown(Exception):
-    """The digest of what XLA would be given is known, and that is all that was wanted."""
-
-
 def forget_traces(jitted: Any, fun: Callable) -> None:
     """Drops what JAX keeps for `fun`: its traces, and with them the modules they were lowered to.
 

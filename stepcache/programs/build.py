@@ -133,10 +133,11 @@ def build(
         digest = compilation.digest if is_kept else ""
         if release is not None:
             release.check(digest, module, spec.name)
-        if digest and together is not None:
-            executable, source = together.obtain(
-                compilation, lambda: before_compiling(module, digest)
-            )
+        if together is not None:
+            with stage("agree"):
+                together.agree(staged, digest)
+            about = compilation, lambda: before_compiling(module, digest)
+            executable, source = together.obtain(*about)
             return executable
         if is_kept and not compilation.calls_back and (found := held(compilation)) is not None:
             source = "memory"
@@ -162,14 +163,11 @@ def build(
                     if staged.lowered is None:
                         staged.lower()
             module = staged.module_text()
-            if together is not None:
-                with stage("agree"):
-                    together.agree(staged)
             with stage("load"):
                 run = staged.compile(obtain)
-            if together is not None:
+            if together is not None and not together.has_agreed:  # JAX had it already.
                 with stage("agree"):
-                    together.conclude()
+                    together.agree(staged, "")
     except BaseException:
         building.release()
         raise

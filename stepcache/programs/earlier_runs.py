@@ -18,9 +18,9 @@ from stepcache import jaxcompat
 from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.signature import Leaf, Path, Signature, short_type, shorten
-from stepcache.distributed.global_arrays import part_of, spans_processes
 from stepcache.events import Change, Miss
 from stepcache.origin import file_label, is_users_file
+from stepcache.pods.global_arrays import part_of, spans_processes
 from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore
 

@@ -116,19 +116,22 @@ class Resolver:
             peers, trust = scope.together(request.ranks), scope.cache.trusted
             place = self._miss_log.making.place or place_of(request.shown.fun)
             release = trust.release(described(), request, place) if trust else None
+            held = scope.cache.executable
             if peers is None:
-                held = scope.cache.executable
                 arguments = self._spec, request, stopwatch, held, store, before_compiling
                 program, publication = build(*arguments, release=release)
             elif release is not None:
                 raise OptionError("trust= is for one process, and not for a pod", where=name)
             else:
-                from stepcache.programs.pods.shared_build import build_together
+                from stepcache.programs.together import building
 
-                about = described(), miss.in_a_line
-                arguments = self._spec, request, stopwatch, scope.cache, before_compiling, peers
-                program, publication, has_compared = build_together(*arguments, *about)
-                if not has_compared:
+                about = name, request, described(), scope.cache, stopwatch, miss.in_a_line
+                with building(peers, *about) as together:
+                    arguments = self._spec, request, stopwatch, held, store, before_compiling
+                    program, publication = build(*arguments, together)
+                if together.data and not together.is_published:
+                    publication.data = together.data
+                if not together.knows_values:
                     self._not_compared.add(request.key)
             call_seconds = time.perf_counter() - started
             own_seconds = call_seconds - sum(stopwatch.seconds.values())
@@ -221,7 +224,7 @@ class Resolver:
         if self._not_compared and request.key in self._not_compared:
             peers = scope.together(request.ranks)
             if peers is not None:
-                from stepcache.programs.pods.host_values import compare_call_values
+                from stepcache.programs.together import compare_call_values
 
                 compare_call_values(self._spec.name, request, peers)
             self._not_compared.discard(request.key)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepcache.distributed.hang_report import OnHang
 from stepcache.errors import DeadlineError, RankLostError, TaskError
 from stepcache.link.processes import Process
 from stepcache.remote.local_tasks import address
@@ -39,7 +38,7 @@ class Link:
         name: of the client; empty for one whose state is dropped when it ends.
         watch: name of a client whose variables this one only reads; empty for none.
         timeout: seconds that the tasks may take to start.
-        hang_seconds, on_hang, deadline_seconds: see `Session`.
+        hang_seconds, deadline_seconds: see `Session`.
         find: returns the address of the coordinator; by default it is in the directory.
 
     Attributes:
@@ -57,14 +56,13 @@ class Link:
         watch: str = "",
         timeout: float = 10.0,
         hang_seconds: float = math.inf,
-        on_hang: OnHang = "warn",
         deadline_seconds: float = math.inf,
         find: Callable[[], dict[str, Any] | None] | None = None,
     ) -> None:
         self.where, self._name, self._watch = where, name, watch
         self._find = find or functools.partial(address, Path(where))
         self.shares = True
-        self._hang_seconds, self._on_hang = hang_seconds, on_hang
+        self._hang_seconds = hang_seconds
         self._deadline_seconds, self._start_seconds = deadline_seconds, timeout
         self.lock = threading.RLock()
         self._has_received = threading.Condition(self.lock)
@@ -156,8 +154,6 @@ class Link:
             channel.send(data)
             while not channel.flush() and time.monotonic() < started + self._deadline_seconds:
                 channel.wait(min(_WAIT_SECONDS, self._deadline_seconds), to_send=True)
-                if self._on_hang == "error" and time.monotonic() > started + self._hang_seconds:
-                    self._no_answer(self._hang_seconds)
         except OSError:
             self._set_lost(_COORDINATOR_ENDED, [])
         return len(data)
@@ -296,22 +292,13 @@ class Link:
             now = time.monotonic()
             if not asked and now > max(started, self._heard) + self._hang_seconds:
                 asked = now
-                body = packed(seconds=self._hang_seconds, error=self._on_hang == "error")
+                body = packed(seconds=self._hang_seconds)
                 about = self.client, incarnation, self._taken
                 self.send(Message(Kind.HANG, *about, body=body).encoded())
             elif 0 < asked < self._heard and self._reports == reports:
                 asked = 0.0  # What has come was on its way.
             elif asked > self._heard and now > asked + _ANSWER_SECONDS:
                 asked = math.inf
-                self._no_answer(_ANSWER_SECONDS)
-
-    def _no_answer(self, seconds: float) -> None:
-        """Logs or raises that the coordinator itself hangs."""
-        why = f"the coordinator of the tasks has not answered for {seconds:g} s"
-        if self._on_hang == "warn":
-            logs = f"{self.where}/coordinator.log" if self.shares else "the logs of Ray"
-            _log.warning("%s; see %s", why, logs)
-            return
-        self.close()
-        self._set_lost(why, [])
-        self.raise_if_lost()
+                logs = f"{self.where}/coordinator.log" if self.shares else "the logs of Ray"
+                text = "the coordinator of the tasks has not answered for %g s; see %s"
+                _log.warning(text, _ANSWER_SECONDS, logs)

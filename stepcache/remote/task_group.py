@@ -249,10 +249,8 @@ class TaskGroup:
                 self._close(self._clients[number])
 
     def _hang(self, peer: _Peer, message: Message) -> None:
-        """Says where the tasks are; ends those that are stopped, or all if the client asks for it.
-
-        While a program is compiled nothing is known to hang, nor while the client has not read all
-        that was sent to it.
+        """Says where the tasks are, and ends those that are stopped; but not while the client has
+        not read all that was sent to it.
         """
         if message.number < peer.sent:
             return
@@ -261,7 +259,6 @@ class TaskGroup:
         why = f"no progress for {about['seconds']:g} s: {self.coordinator.where()}"
         if stopped:
             why += f"; stopped: {', '.join(f'task {n}' for n in stopped)}"
-        if stopped or (about["error"] and not self.coordinator.compiling):
             self._lost(why, stopped)
         else:
             reply = Message(Kind.HANG, peer.client, self._incarnation, body=packed(why=why))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.distributed.service_calls import call_in_thread
 from stepcache.serving.hosts import Hosts, Versions
 
 _END_SECONDS = 2.0
@@ -44,7 +44,11 @@ class ReadAhead:
     ) -> Future[Any]:
         """Starts to read masters; `names` and `known` are those of `Hosts.read`."""
         settings = jaxcompat.carried_settings()
-        future = call_in_thread(functools.partial(self._read, settings, masters, names, known))
+        future: Future[Any] = Future()
+        read = functools.partial(self._read, settings, masters, names, known)
+        threading.Thread(
+            target=lambda: future.set_result(read()), name="stepcache call", daemon=True
+        ).start()
         _reading.add(future)
         future.add_done_callback(_reading.discard)
         return future

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.distributed.peers import Peers, peers_of
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
+from stepcache.pods.rounds import Peers, peers_of
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (
     NOTHING,
@@ -198,7 +198,6 @@ def save(
             could not be written.
         RankLostError: a process of the pod was lost.
         ForkedProcessError: this process was forked after JAX had started.
-        AgreementError: in a `Session(check_replicas_every=...)`, replicas of a value differ.
     """
     check_not_tracing("nothing can be saved", "save")
     jaxcompat.check_not_forked(f"{directory} was to be saved")
@@ -209,8 +208,6 @@ def save(
     if (target := getattr(scope, "target", None)) is not None:
         return target.save(root, items, keep, step)
     tree, metadata = _collected(items, copied=asynchronous)
-    if getattr(scope, "check_replicas_every", None):
-        scope.session()._check_replicas(tree, f"in what is saved to {root}", summed=True)
     saving = Saving(root, keep, step)
     saving._start(tree, metadata)
     if asynchronous:

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
-from stepcache.distributed.global_arrays import placed
 from stepcache.errors import VariablesError
+from stepcache.pods.global_arrays import placed
 from stepcache.units import listed
 from stepcache.variables import checkpoint_files as files
 from stepcache.variables.checkpoint_items import (

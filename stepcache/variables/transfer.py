@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
-from stepcache.distributed.global_arrays import placed, spans_processes
 from stepcache.events import Moved, recorder
+from stepcache.pods.global_arrays import placed, spans_processes
 from stepcache.variables.packing import Buffer, Layout, Packed, bytes_here, is_key_type
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated

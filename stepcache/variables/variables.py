@@ -12,8 +12,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from stepcache.distributed.replicas import is_local, token_of
 from stepcache.errors import StepCacheError, UnmatchedRuleWarning, VariablesError, warn
+from stepcache.pods.replicas import is_local, token_of
 from stepcache.sharding import (
     current_max_bytes,
     current_placer,

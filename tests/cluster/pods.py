@@ -51,11 +51,13 @@ class Rank:
         code: its exit code; negative for a signal.
         seconds: how long it lived.
         output: what it printed, and its errors after that.
+        ended: when, by `time.time`.
     """
 
     code: int
     seconds: float
     output: str
+    ended: float = 0.0
 
     def said(self, word: str) -> list[str]:
         """What it printed in lines that begin with a word."""
@@ -108,7 +110,7 @@ def run_pod(
         heartbeat=heartbeat,
         network=network,
     )
-    started = time.monotonic()
+    started, now = time.monotonic(), time.time()
     ended: dict[int, float] = {}
     try:
         while len(ended) < count and time.monotonic() < started + limit:
@@ -124,7 +126,12 @@ def run_pod(
                 _kill(process)
             process.wait()
     ranks = [
-        Rank(process.wait(), ended.get(rank, limit), "".join(_output_of(directory, rank)))
+        Rank(
+            process.wait(),
+            ended.get(rank, limit),
+            "".join(_output_of(directory, rank)),
+            now + ended.get(rank, limit),
+        )
         for rank, process in enumerate(processes)
     ]
     for process in processes:

@@ -176,7 +176,7 @@ def test_a_hit_does_less_in_python_than_plain_jax(shared_pod, tmp_path):
 
 
 SAME_AS_JAX = """
-from stepcache.distributed.global_arrays import global_array
+from stepcache.pods.global_arrays import global_array
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 generator = np.random.default_rng(0)

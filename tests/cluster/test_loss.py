@@ -1,20 +1,10 @@
 """A rank is killed: the others raise a typed error in time, none hangs, none is left."""
 
 import functools
-import os
-import subprocess
 import time
-import traceback
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from stepcache.distributed import pod_events
-from stepcache.distributed.agreement import Round
-from stepcache.distributed.loss import Loss
-from stepcache.errors import RankLostError
-from stepcache.jaxcompat.coordination import Unreachable
 from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
@@ -76,46 +66,44 @@ MORE = [
 
 
 def losing(directory, point, victim):
-    return run_pod(directory, SCRIPT.format(victim=victim, point=point), 4)
+    return run_pod(directory, SCRIPT.format(victim=victim, point=point), 4, heartbeat=10)
 
 
 def check(ranks, point, victim):
     assert ranks[victim].said("dying"), ranks[victim].output
     assert ranks[victim].code == (1 if point == "raising" else -9)
     died = float(ranks[victim].said("dying")[0])
-    raised = silent = 0
+    raised = 0
     for number, rank in enumerate(ranks):
         if number == victim:
             continue
         # Since then: how long the pod took to start says nothing about it.
-        assert rank.seconds - ranks[victim].seconds < HEARTBEAT_SECONDS
+        assert rank.seconds - ranks[victim].seconds < HEARTBEAT_SECONDS + 5
         if not rank.said("lost"):
-            silent += not says_who_has_gone(rank, victim, killed=point != "raising")
+            says_who_has_gone(rank, victim, killed=point != "raising")
             continue
         raised += 1
         text, _, when = rank.said("lost")[0].rpartition(" ")
         assert text == f"({victim},)", f"rank {number}\n{rank.output}"
-        assert float(when) - died < HEARTBEAT_SECONDS / 4, rank.output
+        assert float(when) - died < 5, rank.output
         if point == "raising":
             assert "a mistake" in rank.said("error")[0]
         if victim != 0 or point == "raising":
             assert rank.code == 0, f"rank {number}\n{rank.output}"
-    if point in ("running", "between"):  # The neighbours: their collectives fail.
+    if point in ("running", "between") and victim:  # The neighbours: their collectives fail.
         assert raised, [rank.output for rank in ranks]
-    assert silent <= 1, [rank.output for rank in ranks]
 
 
 def says_who_has_gone(rank, victim, *, killed=True):
-    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted.
+    """A rank that cannot raise prints the error; one whose coordinator was killed is aborted, and
+    one that waits for a killed rank without a collective that fails, once JAX misses heartbeats.
 
-    Returns False for a rank that was aborted before its threads got the CPU to log who has gone.
     """
-    if victim == 0 and killed and rank.code == -6:
+    if killed and rank.code == -6:
         assert "Terminating process because the JAX distributed service" in rank.output
-        return "rank 0 of the pod is lost" in rank.output
+        return
     assert rank.code == 1, f"{rank.code}\n{rank.output}"
     assert f"RankLostError: rank {victim} of the pod is lost" in rank.output, rank.output
-    return True
 
 
 @pytest.mark.sample(every=10)
@@ -132,81 +120,30 @@ def test_again_and_again(tmp_path, point, victim, turn):
 
 
 SILENT = """
+import logging
+logging.basicConfig(stream=sys.stdout, format="log %(message)s")
 @sc.step(carry="state", batch="batch")
 def train(state, batch):
     return state + batch.sum(), batch.mean()
-try:
-    with sc.Session(mesh, hang_after=2):
-        state = np.ones(3, np.float32)
-        for step in range(1000):
-            state, mean = train(state, np.ones(4, np.float32))
-            float(mean)
-            if step == 5 and RANK == {victim}:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.01)
-except sc.RankLostError as error:
-    say("lost", error.ranks)
+with sc.Session(mesh, hang_after=2):
+    state = np.ones(3, np.float32)
+    for step in range(1000):
+        state, mean = train(state, np.ones(4, np.float32))
+        float(mean)
+        if step == 5 and RANK == 1:
+            say("stopping", time.time())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.01)
 """
 
 
-def silent(directory, victim):
-    return run_pod(directory, SILENT.format(victim=victim), 3, heartbeat=60, stopped=victim)
-
-
-@pytest.mark.parametrize(
-    ("what", "victim"), [pytest.param("silent", n, marks=pytest.mark.slow) for n in (0, 1)]
-)
-def test_one_that_falls_silent_is_lost_before_the_heartbeats_end_all(together, what, victim):
-    """Where rank 0 is stopped, so is the coordination service: no call of it returns."""
-    ranks = together((what, victim))
-    for number, rank in enumerate(ranks):
-        if number == victim:
-            assert rank.code == -9
-            continue
-        if not rank.said("lost"):
-            says_who_has_gone(rank, victim, killed=False)
-        assert "does not answer" in rank.output
-        assert rank.seconds < 40
-
-
-ALONE = """
-import queue
-from stepcache.distributed import failure_detection, pod_events
-# As with NCCL, TPUs and other machines: no collective fails, and no process is seen to end.
-pod_events._has_ended = lambda pid: False
-failure_detection.Watch.suspect = lambda self, error: None
-total = sc.step(lambda batch: batch.sum(), batch="batch")
-pair = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
-both = jax.jit(lambda x: x.sum())
-try:
-    with sc.Session(mesh, hang_after=3):
-        float(total(np.ones(2, np.float32)))
-        if RANK < 2:
-            ones = jax.make_array_from_process_local_data(pair, np.ones(1, np.float32))
-            float(both(ones))
-        if RANK == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if RANK == 1:
-            float(both(ones))
-        try:
-            queue.Queue().get(timeout=12)
-        except queue.Empty:
-            pass
-        total(np.ones(4, np.float32))
-except sc.RankLostError as error:
-    say("lost", error.ranks)
-"""
-
-
-@pytest.mark.parametrize("what", [pytest.param("roll call alone", marks=pytest.mark.slow)])
-def test_one_that_was_killed_is_found_out_by_a_roll_call_alone(together, what):
-    """Rank 0 waits for its data and calls a step then; rank 1 waits in a collective."""
-    ranks = together(what)
-    assert ranks[0].said("lost") == ["(2,)"] and ranks[0].code == 0, ranks[0].output
-    says_who_has_gone(ranks[1], 2)
-    for rank in ranks[:2]:
-        assert "no progress for 3 s, and it does not answer" in rank.output, rank.output
-        assert rank.seconds < 50
+@pytest.mark.slow
+def test_one_that_falls_silent_is_lost_by_its_heartbeats(together):
+    """JAX ends the others, with a message of its own; how long that takes is JAX's setting."""
+    ranks = together("silent")
+    for rank in (ranks[0], ranks[2]):
+        assert rank.code not in (0, -9) and "stopped sending heartbeats" in rank.output
+        assert rank.seconds < 45, rank.output
 
 
 SAVING = """
@@ -258,67 +195,42 @@ def saving(directory, point, victim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("point", "victim"), SAVED)
-def test_what_was_saved_is_whole(together, tmp_path, point, victim):
+def test_what_was_saved_is_whole(together, point, victim):
     ranks, restored = together((point, victim))
-    if not raises_or_says(ranks, victim):  # Seldom, on a busy machine.
-        ranks, restored = saving(tmp_path, point, victim)
-        assert raises_or_says(ranks, victim), ranks[1 - victim].output
+    other, died = ranks[1 - victim], float(ranks[victim].said("dying")[0])
+    if victim == 0 and not other.said("lost"):
+        says_who_has_gone(other, 0)
+    else:
+        assert other.said("lost"), f"{other.code}\n{other.output}"
+        assert float(other.said("lost")[0].rpartition(" ")[2]) - died < 5
     version, low, high, count = succeeded(restored)[0].said("restored")[0].split()
     assert low == high == f"{count}.0" and version in ("1", "2")
 
 
-def raises_or_says(ranks, victim):
-    other, died = ranks[1 - victim], float(ranks[victim].said("dying")[0])
-    if victim == 0 and not other.said("lost"):
-        return says_who_has_gone(other, 0)
-    assert other.said("lost"), f"{other.code}\n{other.output}"
-    assert float(other.said("lost")[0].rpartition(" ")[2]) - died < HEARTBEAT_SECONDS / 4
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(7))])
-def test_the_coordinator_is_killed_during_steps(tmp_path, turn):
-    """JAX aborts the others within a fraction of a second: the error is raised before."""
-    ranks = run_pod(tmp_path, SCRIPT.format(victim=0, point="running"), 2)
-    assert ranks[1].said("lost") and ranks[1].said("lost")[0].startswith("(0,)"), ranks[1].output
-
-
-AWAY = """
-total = sc.step(lambda batch: batch.sum(), batch="batch")
-with sc.Session(mesh):
-    float(total(np.ones(2, np.float32)))
-    if RANK == 0:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if RANK == 1:
-        time.sleep(60)
-    while True:
-        sum(range(10_000))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(4))
-def test_the_coordinator_is_killed_while_the_others_are_on_their_own(tmp_path, turn):
-    """JAX aborts them; who has gone is in their logs before, whatever their main threads do."""
-    ranks = run_pod(tmp_path, AWAY, 3)[1:]
-    assert [rank.code for rank in ranks] == [-6, -6]
-    says = [says_who_has_gone(rank, 0) for rank in ranks]
-    assert any(says), [rank.output for rank in ranks]
+def test_the_coordinator_is_killed_during_steps(tmp_path, turn):
+    """JAX aborts the others within a fraction of a second, or the error is raised before."""
+    ranks = run_pod(tmp_path, SCRIPT.format(victim=0, point="running"), 3)
+    for rank in ranks[1:]:
+        if rank.said("lost"):
+            assert rank.said("lost")[0].startswith("(0,)"), rank.output
+        else:
+            says_who_has_gone(rank, 0)
 
 
 MISTAKE = """
 import logging
 logging.basicConfig(stream=sys.stdout, format="log %(message)s")
-from stepcache.distributed import failure_detection
-look, failures = failure_detection.Watch._look, []
+from stepcache.pods import watch
+look, failures = watch.Watch._look, []
+watch.TICK_SECONDS = 0.5
 def fail_twice(self):
     if len(failures) < 2:
         failures.append(1)
         raise KeyError("a mistake")
     look(self)
-failure_detection.Watch._look = fail_twice
+watch.Watch._look = fail_twice
 total = sc.step(lambda batch: batch.sum(), batch="batch")
 try:
     with sc.Session(mesh):
@@ -409,8 +321,8 @@ def test_one_that_ends_is_an_error_of_those_that_wait_for_it(together, tmp_path,
         assert f"rank {victim} of the pod is lost" in rank.output, rank.output
         assert says in rank.output and rank.seconds < 30
         assert "after call 6 of train" in rank.output, rank.output
-        waiting = "pod.py:" in rank.output and "train(state, np.ones(4, np.float32))" in rank.output
-        # A rank that ends by an error says so itself, and does not ask where the others are.
+        waiting = "waits at pod.py:" in rank.output
+        # A rank that ends by an error says so itself.
         assert waiting or how in ("exits", "raises", "is interrupted"), rank.output
 
 
@@ -438,6 +350,10 @@ WORK_ALONE = """
 def train(state, batch):
     return state + batch.sum(), batch.mean()
 evaluate = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ y), x).sum())
+def wait(x):
+    time.sleep(8)
+    return x
+alone = jax.jit(lambda x: jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), x))
 with sc.Session(mesh, hang_after=3):
     state, mean = train(np.ones(3, np.float32), np.ones(4, np.float32))
     float(mean)
@@ -445,6 +361,7 @@ with sc.Session(mesh, hang_after=3):
         started = time.monotonic()
         while time.monotonic() < started + 4:
             float(evaluate(np.ones((300, 300), np.float32)))
+        float(alone(np.float32(1)))
         time.sleep(4)
 say("finished")
 """
@@ -458,6 +375,8 @@ def test_work_of_one_rank_alone_is_no_loss(together):
 
 HANGING = """
 import logging
+from stepcache.pods import watch
+watch.TICK_SECONDS = 1.0
 logging.basicConfig(stream=sys.stdout, format="log %(message)s")
 @sc.step(carry="state", batch="batch")
 def train(state, batch):
@@ -467,40 +386,54 @@ def batches():
         if step == 5 and RANK == 2:
             time.sleep(12)
         yield np.ones(4, np.float32)
-try:
-    with sc.Session(mesh, hang_after=3, on_hang={on_hang!r}):
-        state = np.ones(3, np.float32)
-        for batch in batches():
-            state, mean = train(state, batch)
-            float(mean)
-    say("finished")
-except sc.RankLostError as error:
-    say("lost", error.ranks, str(error).replace(chr(10), " | "))
+with sc.Session(mesh, hang_after=3):
+    state = np.ones(3, np.float32)
+    for batch in batches():
+        state, mean = train(state, batch)
+        float(mean)
+say("finished")
 """
 
 
 def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
-    for rank in succeeded(together("hang, warn")):
-        reports = [text for text in rank.said("log") if "no progress" in text]
-        (report,) = [text for text in reports if "batches" in text]  # A busy machine hangs, too.
-        assert "finished" in rank.output
-        assert "ranks 0–1: call 6 of train, pod.py:" in report
-        assert "train(state, batch) in <module>" in report
-        assert (
-            "rank 2: call 5 of train, pod.py:" in report and "time.sleep(12) in batches" in report
-        )
+    ranks = succeeded(together("hang"))
+    for number, rank in enumerate(ranks):
+        assert rank.output.count(f"rank {number} is here:") == 1 and "finished" in rank.output
+        stack = rank.output.partition("is here:")[2].partition("The ranks are here")[0]
+        assert ("in batches" in stack) == (number == 2) and "MainThread" in stack
+        assert ("The ranks are here:" in rank.output) == (number == 0)
+    table = ranks[0].output.partition("The ranks are here:")[2].splitlines()[1:3]
+    assert "ranks 0–1: call 6 of train, pod.py:" in table[0], table
+    assert "rank 2: call 5 of train, pod.py:" in table[1] and "time.sleep(12)" in table[1], table
 
 
-def test_a_hang_can_be_an_error(together):
-    ranks = together("hang, error")
-    assert ranks[1].code == 1
-    # While rank 0, before it ends, waits for the others, the end of rank 1 can end its call.
-    assert ranks[0].code == 1 or ranks[0].said("lost"), ranks[0].output
-    for rank in ranks[:2]:
-        assert "finished" not in rank.output
-        # A main thread that is in a collective dies of it; one that raises says so itself.
-        assert "RankLostError" in rank.output or rank.said("lost")
-        assert "the pod is broken: no progress for 3 s" in rank.output
+CAUGHT = """
+@sc.step(carry="state", batch="batch")
+def train(state, batch):
+    return state + batch.sum(), batch.mean()
+try:
+    with sc.Session(mesh):
+        state = np.ones(3, np.float32)
+        for step in range(20):
+            state, mean = train(state, np.ones(4, np.float32))
+            float(mean)
+            if RANK == {victim} and step == 5:
+                raise ValueError("a bad batch")
+except ValueError:
+    say("ending", time.time())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_catches_its_error_and_simply_ends_lets_the_pod_end(together, victim):
+    ranks = together(("caught", victim))
+    started = float(ranks[victim].said("ending")[0])
+    for number, rank in enumerate(ranks):
+        assert rank.ended - started < 15, rank.output
+        if number != victim:
+            assert rank.code == 1 and f"rank {victim} of the pod is lost" in rank.output
+            assert "ValueError: a bad batch" in rank.output or "ended its script" in rank.output
 
 
 # ---- nothing is lost -----------------------------------------------------------------------------
@@ -638,14 +571,16 @@ def test_a_users_own_connections_outlive_a_loss(together):
 # ---- at the same time ----------------------------------------------------------------------------
 
 TOGETHER = {
-    **{("silent", victim): functools.partial(silent, victim=victim) for victim in (0, 1)},
-    "roll call alone": lambda place: run_pod(place, ALONE, 3, heartbeat=60),
+    "silent": lambda place: run_pod(place, SILENT, 3, heartbeat=10, stopped=1),
     **{case: functools.partial(losing, point=case[0], victim=case[1]) for case in CASES},
     **{case: functools.partial(saving, point=case[0], victim=case[1]) for case in SAVED},
     "a mistake": lambda place: run_pod(place, MISTAKE),
     "work alone": lambda place: run_pod(place, WORK_ALONE),
-    "hang, warn": lambda place: run_pod(place, HANGING.format(on_hang="warn"), 3),
-    "hang, error": lambda place: run_pod(place, HANGING.format(on_hang="error"), 3),
+    "hang": lambda place: run_pod(place, HANGING, 3),
+    **{
+        ("caught", victim): functools.partial(run_pod, body=CAUGHT.format(victim=victim), count=3)
+        for victim in (0, 1)
+    },
     **{case: functools.partial(ending, how=case[0], victim=case[1]) for case in ENDED[:4]},
     "has ended": lambda place: run_pod(place, HAS_ENDED, 3),
     "some ranks": lambda place: run_pod(place, SOME_RANKS, 3),
@@ -654,31 +589,3 @@ TOGETHER = {
     "own error": lambda place: run_pod(place, OWN_ERROR),
     "connections": lambda place: run_pod(place, CONNECTIONS, 3),
 }
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the ends of processes are not seen")
-def test_ranks_that_have_ended_are_not_waited_for():
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-
-    class Service:
-        def put(self, name, value): ...
-        def listed(self, directory):
-            pids = {"here/0": os.getpid(), "here/1": ended.pid}
-            return pids if directory == f"{pod_events._PROCESSES}/" else {}
-
-    events: Any = object.__new__(pod_events.PodEvents)
-    events._service, events._rank, events._machine = Service(), 0, "here"
-    started = time.monotonic()
-    events.leave(set(), 20.0)
-    assert time.monotonic() - started < 10
-
-
-def test_a_loss_is_shown_without_the_call_that_failed_of_it():
-    nothing: Any = None
-    loss = Loss(1, nothing, nothing)
-    agreement: Any = object.__new__(Round)
-    agreement._watch = SimpleNamespace(loss=loss, lose_service=lambda why: loss.note([0], why))
-    with pytest.raises(RankLostError) as raised, agreement._losses_raised():
-        raise Unreachable("a process is lost")
-    assert "Unreachable" not in "".join(traceback.format_exception(raised.value))

@@ -2,13 +2,10 @@
 
 import sys
 import threading
-from dataclasses import asdict
+import time
 from types import SimpleNamespace
 
-import pytest
-
-from stepcache.distributed.failure_detection import Watch
-from stepcache.distributed.hang_report import Movement
+from stepcache.pods.hang import Movement, stacks, table
 
 
 def code(x):
@@ -38,35 +35,36 @@ def test_a_frame_may_return_while_it_is_looked_at(monkeypatch):
         assert movement.where.endswith(f"in {where}")
 
 
-@pytest.fixture
-def switching_at_once():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
+    go, over = threading.Event(), threading.Event()
 
-
-@pytest.mark.slow
-def test_the_watching_thread_reads_sessions_while_another_enters_and_leaves(switching_at_once):
-    watch, over = object.__new__(Watch), threading.Event()
-    watch._sessions, watch._inside, watch._failure = {}, [], ""
-    watch._ended, watch.rank, watch._entering = "", 0, threading.Lock()
-    watch.enter("mesh", (0, 1), 60.0, "warn")
-
-    def enters_and_leaves():
-        number = 0
+    def work():
+        go.wait()
         while not over.is_set():
-            number += 1
-            for mesh in ("mesh", f"mesh {number % 100}"):
-                watch.enter(mesh, (0, 1), 60.0, "warn")
-                watch.leave(mesh, None)
+            sum(range(1000))
 
-    thread = threading.Thread(target=enters_and_leaves)
+    thread = threading.Thread(target=work, name="working")
     thread.start()
-    try:
-        for _ in range(3000):
-            assert watch._outside({}, of_transport=True) == {}
-            assert "mesh" in asdict(watch._row())["sessions"]
-    finally:
-        over.set()
-        thread.join()
+    assert thread.ident is not None
+    movement = Movement(thread.ident)
+    movement.look()
+    time.sleep(0.1)
+    assert movement.look() > 0.05
+    assert "working:\n" in stacks() and "in work\n    go.wait()" in stacks()
+    go.set()
+    time.sleep(0.05)
+    assert movement.look() == 0.0
+    time.sleep(0.1)
+    assert movement.look() == 0.0
+    over.set()
+    thread.join()
+
+
+def test_ranks_at_the_same_place_share_a_line():
+    rows = {0: ("call 6 of train, a.py:3 f()", 4.2), 2: ("b.py:1 g()", 70.0)}
+    rows |= {rank: ("call 6 of train, a.py:3 f()", 5.4) for rank in (1, 3)}
+    assert table(rows, {4, 5, 6}).splitlines() == [
+        "ranks 0–1, 3: call 6 of train, a.py:3 f(), for 5 s",
+        "  rank 2: b.py:1 g(), for 70 s",
+        "  ranks 4–6: no answer",
+    ]

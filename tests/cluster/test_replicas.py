@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import stepcache as sc
-from stepcache.distributed.replicas import _checksum, token_of
+from stepcache.pods.replicas import token_of
 from tests.cluster.pods import run_pod, succeeded
 
 SCRIPT = """
@@ -146,141 +146,9 @@ def test_devices_of_one_process_are_compared():
             session.check_replicas({"a": apart})
 
 
-EVERY = """
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-rules = [("wide", P(None, "model"))]
-def values():
-    return {"wide": np.ones((256, 128), np.float32), "b": np.zeros(3, np.float32),
-            "table": np.ones((200, 100), np.float32), "c": np.zeros(3, np.float32),
-            "key": jax.random.key(0), "n": np.int32(0)}
-def wrong(variables, path, index):
-    # One element, on one rank, by a little.
-    value = {key: each for key, each in values().items()}
-    value[path] = value[path].copy()
-    if RANK == 1:
-        value[path][index] += 1e-7 if value[path][index] == 0 else 1e-6
-    variables.assign(value)
-def run(name, every, path=None, index=None, before=False, **how):
-    train = sc.step(lambda state, x: {**state, "n": state["n"] + 1}, carry="state")
-    x = np.ones(2, np.float32)
-    if before:
-        with sc.Session(mesh, rules=rules):
-            variables = sc.Variables(values(), name="params", **how)
-            for _ in range(4):  # Which makes a plan of these calls.
-                train(variables, x)
-    with sc.Session(mesh, rules=rules, check_replicas_every=every):
-        if not before:
-            variables = sc.Variables(values(), name="params", **how)
-        number = 0
-        try:
-            for number in range(1, 21):
-                if number == 6 and path:
-                    wrong(variables, path, index)
-                train(variables, x)
-            say("ran", name)
-        except sc.AgreementError as error:
-            say("found", name, "at", number, error.sides, str(error).replace(chr(10), " | "))
-run("alike", 4)
-run("unasked", None, "b", 1)
-run("small", 4, "b", 1)
-run("split", 4, "wide", (3, 5))
-run("whole", 4, "table", (100, 50))
-run("packed", 4, "c", 2, pack=True)
-run("planned", 4, "b", 0, before=True)
-with sc.Session(mesh, rules=rules, check_replicas_every=100):
-    variables = sc.Variables(values(), name="params")
-    sc.save("saved", params=variables)
-    for path, index in (("b", 0), ("table", (0, 0))):
-        wrong(variables, path, index)
-        for items in ({"params": variables}, {"step": RANK, "mean": np.float32(1)}):
-            try:
-                sc.save("differs", **items)
-                say("ran", "save")
-            except sc.AgreementError as error:
-                say("save", str(error).replace(chr(10), " | "))
-        sc.restore("saved", params=variables)
-    say("files", os.path.exists("saved"), os.path.exists("differs"))
-with sc.Session(mesh, rules=rules):
-    wrong(other := sc.Variables(values(), name="params"), "b", 0)
-    sc.save("unasked", params=other)
-with sc.Session(mesh, rules=rules, check_replicas_every=3):
-    on_host = sc.Variables(values(), placement=sc.OnHost())
-    step = sc.step(lambda state: {**state, "n": state["n"] + 1}, carry="state")
-    for _ in range(7):
-        step(on_host)
-    sc.save("on host", value=on_host)
-    say("ran", "on-host")
-"""
-
-
-@pytest.mark.slow
-def test_what_comes_apart_in_a_run_is_found_at_every_so_many_calls(tmp_path):
-    ranks = succeeded(run_pod(tmp_path, EVERY, 2, devices=2))
-    for rank in ranks:
-        assert rank.said("ran") == ["alike", "unasked", "on-host"], rank.output
-        found = {line.split()[0]: line for line in rank.said("found")}
-        for name, path in {
-            "small": "b",
-            "split": "wide",
-            "whole": "table",
-            "packed": "c",
-            "planned": "b",
-        }.items():
-            assert f"{name} at 8 " in found[name] and "((0,), (1,))" in found[name]
-            assert f"params/{path}" in found[name] and "rank 1 [" in found[name]
-            others = {"b", "c", "n", "key", "wide", "table"} - {path}
-            assert not any(f"params/{other}" in found[name] for other in others)
-            assert "at call 8 of" in found[name]
-        assert rank.said("files") == ["True False"]
-        b, step, table, _ = rank.said("save")
-        assert "params/b: rank 1 [" in b and "in what is saved to" in b and "c:" not in b
-        assert "step: rank 1 1; rank 0 0" in step and "mean" not in step
-        assert "params/table: rank 1 [" in table
-    assert ranks[0].said("found") == ranks[1].said("found")
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_every_so_many_calls_is_a_count(every):
-    with pytest.raises(sc.OptionError, match="check_replicas_every"):
-        sc.Session(check_replicas_every=every)
-
-
-@pytest.mark.parametrize("size", [3, 20_000])
-def test_devices_of_one_process_are_compared_at_every_so_many_calls(size):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    step = sc.step(lambda state: {"w": state["w"] * 2}, carry="state")
-    sharding = NamedSharding(mesh, PartitionSpec())
-    shards = [jax.device_put(np.full(size, 1.0 * (n == 5)), d) for n, d in enumerate(mesh.devices)]
-    apart = jax.make_array_from_single_device_arrays((size,), sharding, shards)
-    with sc.Session(mesh, check_replicas_every=3):
-        variables = sc.Variables({"w": apart}, name="params")
-        step(variables), step(variables)
-        with pytest.raises(sc.AgreementError, match=r"params/w: its devices hold .*4\.0"):
-            step(variables)
-
-
-KINDS = [
-    "f4",
-    "f8",
-    "f2",
-    "bfloat16",
-    "i1",
-    "u2",
-    "i4",
-    "i8",
-    "c8",
-    "bool",
-    "int4",
-    "float8_e4m3fn",
-]
-
-
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checksum_changes_with_any_word(kind):
-    with jax.enable_x64(True):
-        plain = jnp.ones((5, 3), kind)
-        sums = {int(_checksum(plain))}
-        for index in np.ndindex(5, 3):
-            sums.add(int(_checksum(plain.at[index].set(jnp.zeros((), kind)))))
-        assert len(sums) == 16
+@pytest.mark.parametrize("option", ["check_replicas_every", "on_hang"])
+def test_options_that_are_gone_say_what_to_do(option):
+    with pytest.raises(sc.OptionError, match=f"{option} is gone"):
+        sc.Session(**{option: 3})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        sc.Session(**{f"{option}s": 3})

@@ -215,8 +215,8 @@ if RANK % 2:
 def test_large_programs_travel_in_pieces(run, tmp_path):
     """More of them than the service is given at a time."""
     before = """
-from stepcache.distributed import broadcast
-patch(broadcast, CHUNK_BYTES=256)
+from stepcache.pods import rounds
+patch(rounds, CHUNK_BYTES=256)
 """
     ranks = run(tmp_path / "a", 3, "off", before)
     assert sources(ranks) == ["compiled", "rank 0", "rank 0"]

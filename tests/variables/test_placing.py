@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stepcache.distributed.global_arrays import placed
+from stepcache.pods.global_arrays import placed
 
 TYPES: list = ["float32", "float64", "int64", "uint8", "bool", "complex64", "float16"]
 TYPES += [ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.float8_e4m3fn]

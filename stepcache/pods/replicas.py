@@ -6,23 +6,18 @@ digests differ, one process of each side sends its tokens.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from stepcache import jaxcompat
-from stepcache.distributed.agreement import MAX_SIDES, Round, by_rank, ranks_in, sides_of
-from stepcache.distributed.global_arrays import is_key, spans_processes
-from stepcache.distributed.peers import Peers
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.link import plain
+from stepcache.pods.global_arrays import is_key, spans_processes
+from stepcache.pods.rounds import MAX_SIDES, Peers, Round, by_rank, ranks_in, sides_of
 from stepcache.units import counted
 
 Groups = dict[tuple[int, ...], dict[str, str]]
@@ -68,19 +63,15 @@ def is_local(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...], *, summed: bool = False) -> Groups:
+def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
     """Returns the tokens of the values of this process, by the ranks that hold replicas.
 
     Args:
         leaves: the values.
         ranks: the processes that hold replicas of local arrays.
-        summed: of an array above 64 KiB, read only a checksum that each device computes of its
-            shard; of a packed array, one of all its leaves.
     """
     groups: Groups = {}
     read: dict[tuple[int, str], list[np.ndarray]] = {}
-    if summed:
-        leaves = _checksums(leaves)
     for path, value, part in leaves:
         if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
@@ -177,12 +168,21 @@ def compare(round: Round, about: str, groups: Groups, found: Differing | None = 
         )
 
 
-def _check_devices(groups: Groups) -> None:
-    """Checks that the devices of this process hold the same values.
+def check_replicas(parts: Iterable[Part], peers: Peers | None, about: str) -> None:
+    """Checks that all processes and devices hold the same replicas of values.
+
+    Args:
+        parts: the values.
+        peers: the processes; None for this one alone.
+        about: when the values are compared, for messages.
 
     Raises:
-        AgreementError: they do not.
+        AgreementError: values differ; it names their paths and the ranks.
     """
+    groups = replicas_of(parts, tuple(peers.ranks) if peers is not None else (jax.process_index(),))
+    if peers is not None:
+        with peers.round("check_replicas") as round:
+            compare(round, about, groups)
     lines = [
         f"{path}: {token}"
         for tokens in groups.values()
@@ -197,92 +197,10 @@ def _check_devices(groups: Groups) -> None:
         )
 
 
-def check_replicas(
-    parts: Callable[[], Iterable[Part]], peers: Peers | None, about: str, *, summed: bool = False
-) -> None:
-    """Checks that all processes and devices hold the same replicas of values.
-
-    Args:
-        parts: returns the values.
-        peers: the processes; None for this one alone.
-        about: when the values are compared, for messages.
-        summed: compare checksums first, and values only where those differ.
-
-    Raises:
-        AgreementError: values differ; it names their paths and the ranks.
-    """
-    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
-
-    def compare_with_peers(groups: Groups) -> None:
-        if peers is not None:
-            with peers.round("check_replicas") as round:
-                compare(round, about, groups)
-
-    groups = replicas_of(parts(), ranks, summed=summed)
-    for check in (compare_with_peers, _check_devices):
-        try:
-            check(groups)
-            continue
-        except AgreementError as error:
-            differing = error
-        if summed:  # Raises an error that shows the values.
-            check(replicas_of(parts(), ranks))
-        raise differing
-
-
 def _shown(lines: list[str]) -> str:
     more = len(lines) - _MAX_LINES
     rest = [f"… and {counted(more, 'more value')}"] if more > 0 else []
     return "\n  ".join([*lines[:_MAX_LINES], *rest])
-
-
-def _checksums(leaves: Iterable[Part]) -> list[Part]:
-    """Replaces large leaves on a mesh by arrays of checksums, one of each device's shard."""
-    found: dict[int, Part] = {}
-    for path, value, part in leaves:
-        if _is_summed(value):
-            if id(value) not in found:
-                found[id(value)] = path, _summed(value.sharding, value.ndim)(value), None
-        else:
-            found[len(found)] = path, value, part
-    return list(found.values())
-
-
-def _is_summed(value: Any) -> bool:
-    """Returns whether a checksum by the devices is cheaper than to read the value."""
-    return (
-        isinstance(value, jax.Array)
-        and isinstance(value.sharding, NamedSharding)
-        and not (is_key(value) or jaxcompat.is_on_host(value))
-        and value.nbytes > _READ_WHOLE_BYTES
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _summed(sharding: NamedSharding, dimensions: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns a program in which each device sums up its shard, without communication."""
-    spec = PartitionSpec(*sharding.spec, *(None,) * (dimensions - len(sharding.spec)))
-    apart = jax.shard_map(
-        lambda shard: _checksum(shard).reshape((1,) * dimensions),
-        mesh=sharding.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    return jaxcompat.jit(apart)
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-    """Returns a sum of all words, each times an odd number, which changes with any of them."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    bits = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
-    if x.dtype == bool or bits(x.dtype).bits < 8:
-        x = x.astype(jnp.float32)
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(8 * x.dtype.itemsize, 32)}"))
-    words = words.reshape(-1).astype(jnp.uint32)
-    factors = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2654435761) | jnp.uint32(1)
-    return jnp.sum(words * factors, dtype=jnp.uint32)
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

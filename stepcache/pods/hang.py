@@ -1,4 +1,4 @@
-"""Determines where the threads of a pod's processes are, and for how long they have not moved."""
+"""Where the threads of this process are, and for how long its main thread has not moved."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -22,8 +24,6 @@ AGREE_SECONDS = 60.0
 """How long to wait, by default, for a process that does not take part in an agreement round."""
 HANG_SECONDS = 60.0
 """After how long without progress all ranks log where they are, by default."""
-OnHang = Literal["warn", "error"]
-
 _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only waits.
 _EXPRESSION_LENGTH = 50
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -76,20 +76,15 @@ class Movement:
         self._cpu_seconds = 0.0
         self._since = time.monotonic()
 
-    @property
-    def still_seconds(self) -> float:
-        """How long the thread has not moved."""
-        return time.monotonic() - self._since
-
-    def look(self) -> None:
-        """Notes the position of the thread."""
+    def look(self) -> float:
+        """Notes the position of the thread; returns for how many seconds it has not moved."""
         frame = sys._current_frames().get(self.thread)  # Not kept: it would keep its arrays.
         if frame is None:
-            return
+            return time.monotonic() - self._since
         seen, before = (id(frame), frame.f_lasti), self._cpu_seconds
         self._cpu_seconds = _cpu_seconds(self.thread)
         if seen == self._seen and self._cpu_seconds < before + _IDLE_SECONDS:
-            return
+            return time.monotonic() - self._since
         self._seen, self._since = seen, time.monotonic()
         file = frame.f_code.co_filename
         callee = _expression(frame).partition("(")[0].rpartition(".")[2]
@@ -100,6 +95,7 @@ class Movement:
             frame = back
         name = Path(frame.f_code.co_filename).name
         self.where = f"{name}:{frame.f_lineno} {_expression(frame)} in {frame.f_code.co_name}"
+        return 0.0
 
 
 def _cpu_seconds(thread: int) -> float:
@@ -121,44 +117,30 @@ def _expression(frame: FrameType) -> str:
     return shown if len(shown) <= _EXPRESSION_LENGTH else f"{shown[:_EXPRESSION_LENGTH]}…"
 
 
-@dataclass
-class Row:
-    """The answer of one process to a roll call."""
-
-    where: str = ""  # Position of its thread, as in `Movement`.
-    still_seconds: float = 0.0  # How long the thread has not moved.
-    call: str = ""  # The latest call of a step, "call 12 of train"; empty if unknown.
-    ended: str = ""  # How the process ended; empty while it runs.
-    # By mesh, the number of the last session and how it was left; empty while it is entered.
-    sessions: dict[str, list] = field(default_factory=dict)
-
-    def how_left(self, mesh: str, number: int) -> str:
-        """Returns how the process ended or left a session; empty while it is in it."""
-        entered, left = self.sessions.get(mesh, (0, ""))
-        return self.ended or (left if entered == number else "left it" if entered > number else "")
-
-    def text(self) -> str:
-        """Returns where the process is, in words."""
-        outside = not any(how == "" for _, how in self.sessions.values())
-        left = next(reversed(self.sessions.values()))[1] if self.sessions and outside else ""
-        state = f"has {self.ended or left}" if self.ended or left else ""
-        return ", ".join(filter(None, (state, self.call, "" if self.ended else self.where)))
+def stacks() -> str:
+    """Returns the stacks of all threads of this process but the calling one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for number, frame in sys._current_frames().items()
+        if number != threading.get_ident()
+    )
 
 
-def table(rows: Mapping[int, Row], silent: Mapping[int, str] | None = None) -> str:
-    """Returns where all ranks are, by their answers; those at the same position share an entry.
+def table(rows: Mapping[int, tuple[str, float]], silent: Iterable[int]) -> str:
+    """Returns where all ranks are; those at the same position share a line.
 
-    `silent` says why other ranks did not answer.
+    Args:
+        rows: the position of each rank that answered, and for how many seconds it has been there.
+        silent: those that did not answer.
     """
     groups: dict[str, list[int]] = {}
-    for rank, row in sorted(rows.items()):
-        groups.setdefault(row.text(), []).append(rank)
-    lines = []
-    for text, ranks in groups.items():
-        seconds = max(rows[rank].still_seconds for rank in ranks)
-        lines.append((ranks, f"{text}, for {seconds:.0f} s" if seconds >= 1 else text))
-    reasons: dict[str, list[int]] = {}
-    for rank, why in (silent or {}).items():
-        reasons.setdefault(why, []).append(rank)
-    lines += [(ranks, why) for why, ranks in reasons.items()]
-    return "; ".join(f"{readable_ranks(ranks)}: {text}" for ranks, text in lines)
+    for rank, (where, _) in sorted(rows.items()):
+        groups.setdefault(where, []).append(rank)
+    lines = [
+        f"{readable_ranks(ranks)}: {where}, for {max(rows[rank][1] for rank in ranks):.0f} s"
+        for where, ranks in groups.items()
+    ]
+    if silent := sorted(silent):
+        lines.append(f"{readable_ranks(silent)}: no answer")
+    return "\n  ".join(lines)

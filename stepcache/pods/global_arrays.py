@@ -126,10 +126,12 @@ def is_key(value: Any) -> bool:
 
 
 def pending_ranks() -> set[int]:
-    """Returns the processes whose devices hold a part of an array that is still being computed."""
+    """Returns the processes whose devices hold a part of an array that is still being computed;
+    this one, too.
+    """
     return {
         device.process_index
         for array in jax.live_arrays()
-        if not (array.is_fully_addressable or array.is_deleted() or array.is_ready())
+        if not (array.is_deleted() or array.is_ready())
         for device in array.sharding.device_set
     }

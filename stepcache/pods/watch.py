@@ -1,0 +1,458 @@
+"""Tells the other processes of a pod how this one ends, and raises `RankLostError` for their ends.
+
+All processes read one sequence of events from JAX's coordination service. A rank that raises, ends
+its script or leaves its session says so there before it goes. One daemon thread in each process
+waits for the next event in a blocking call. If none comes for twenty seconds, the lowest rank
+appends a tick, so that all threads wake, and each looks whether its main thread moves. Twenty
+seconds become two when a rank has gone while others may wait for it.
+
+A killed rank says nothing. Its neighbours' collectives fail, and processes of the same machine see
+that it has ended; elsewhere JAX's heartbeats end the pod. If the main thread still waits for a
+device a few seconds after a loss, it cannot raise: then the thread prints the error and ends the
+process. Rank 0 runs the service: when it is killed, JAX aborts all other processes within a
+second, with a message of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stepcache import _process_hooks
+from stepcache.errors import AgreementError, RankLostError, first_line
+from stepcache.jaxcompat import coordination
+from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.link import plain
+from stepcache.pods.global_arrays import pending_ranks
+from stepcache.pods.hang import Movement, latest_call, stacks, table
+from stepcache.units import readable_ranks
+
+TICK_SECONDS = 20.0
+_SOON_SECONDS = 2.0  # Between ticks when a rank has gone, for `_ALERT_SECONDS`.
+_ALERT_SECONDS = 60.0
+_STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for other processes.
+_SUSPECT_SECONDS = 5.0  # How long the rank that has gone may take to say so, or to be seen.
+_RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
+_LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
+_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, waits for the others to leave.
+_ANSWER_SECONDS = 5.0
+_KEPT_EVENTS = 32
+_ERROR_LENGTH = 120
+_OF_TRANSPORT = re.compile(
+    r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
+    r"coordination ?service|UNAVAILABLE",
+    re.IGNORECASE,
+)
+_EVENTS, _PROCESSES, _OUT, _WHERE, _GONE = (
+    f"stepcache/{name}" for name in ("events", "processes", "out", "where", "gone")
+)
+_log = logging.getLogger("stepcache")
+_making = threading.Lock()
+
+
+class Watch:
+    """What this process says to its pod, and hears of it. One object in each process."""
+
+    _made: Watch | None = None
+
+    def __init__(self, service: Service):
+        self.service, self.rank, self._pid = service, jax.process_index(), os.getpid()
+        # By rank, the errors of processes that have given up waiting for others.
+        self.given_up: dict[int, str] = {}
+        # By mesh, lock and counter of the agreement rounds.
+        self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
+        self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
+        self._error: RankLostError | None = None
+        self._raised = self._closed = self._has_failed = False
+        self._lost_at, self._noting = 0.0, threading.Lock()
+        self._failure = self._ended = ""  # How this process is about to end.
+        self._movement = Movement(threading.main_thread().ident or 0)
+        # Sessions entered: mesh, its ranks, the number of the session, and `hang_after`.
+        self._inside: list[tuple[str, Sequence[int], int, float]] = []
+        self._numbers: dict[str, int] = {}
+        self._unsaid: dict[str, bytes] = {}  # How sessions were left, while devices still compute.
+        self._agreeing_since = float("inf")
+        self._alert_until, self._reported_hang = 0.0, False
+        self._neighbours: dict[int, int] = {}
+        self._list_again = True
+        self._machine = _machine()
+        pid = str(os.getpid()).encode()
+        service.put(f"{_PROCESSES}/{self._machine}/{self.rank}", pid, replace=True)
+        known = {int(name): event for name, event in service.listed(f"{_EVENTS}/").items()}
+        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
+        self._next = min(lost, default=max(known, default=-1) + 1)
+        coordination.replace_shutdown(self._shut_down)
+        _process_hooks.before_threads_end(self._say_failure)
+        _process_hooks.at_exit(self._say_end)
+        self._thread = threading.Thread(target=self._watch, name="stepcache watch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_this_process(cls, service: Service) -> Watch:
+        """Returns the watch of this process; a new one after JAX has connected to a new service."""
+        with _making:
+            made = cls._made
+            if made is None or made._closed or made.service.client is not service.client:
+                made = cls._made = cls(service)
+            return made
+
+    # ---- called by the user's threads ------------------------------------------------------------
+
+    def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float) -> None:
+        """Notes that this thread enters a session, and watches its movement from now on.
+
+        Args:
+            mesh: names the processes of the session's mesh.
+            ranks: these processes.
+            hang_seconds: how long the thread may stand still; may be infinite.
+        """
+        self._movement = Movement(threading.get_ident())
+        self._numbers[mesh] = number = self._numbers.get(mesh, 0) + 1
+        self._unsaid.pop(mesh, None)
+        self._inside = [*self._inside, (mesh, ranks, number, hang_seconds)]
+
+    def leave(self, mesh: str, error: BaseException | None) -> None:
+        """Says that the thread leaves its session, with an error or without."""
+        at = max((n for n, each in enumerate(self._inside) if each[0] == mesh), default=None)
+        if at is not None:
+            self._inside = self._inside[:at] + self._inside[at + 1 :]
+        if isinstance(error, SystemExit) and error.code:
+            self._failure = f"ended by SystemExit: {error.code}"
+        if at is None or any(each[0] == mesh for each in self._inside) or self.lost.is_set():
+            return
+        how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
+        state = [self._numbers[mesh], _after(f"left its session{how}")]
+        self._unsaid = {**self._unsaid, mesh: plain.pack(state)}
+        with contextlib.suppress(Unreachable):
+            self._say_left()
+
+    def _say_left(self) -> None:
+        """Says which sessions this process has left, once its devices compute nothing for others:
+        they may wait for that.
+        """
+        if self._unsaid and not pending_ranks() - {self.rank}:
+            said, self._unsaid = self._unsaid, {}
+            for mesh, state in said.items():
+                self.service.put(f"{_OUT}/{mesh}/{self.rank}", state, replace=True)
+                number = plain.unpack(state)[0]
+                if self.service.put(f"{_OUT}/first/{mesh} {number}", b"1"):
+                    self._append("out")
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Context manager of an agreement round, during which other ranks may end."""
+        self._agreeing_since, self._list_again = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._agreeing_since = float("inf")
+
+    def log_everywhere(self, text: str, *, gives_up: bool = False) -> None:
+        """Makes all processes log a line; an error of this one if it gives up waiting."""
+        if not self.lost.is_set():
+            self._append("log", text=text, gives_up=gives_up)
+
+    def raise_if_lost(self, cause: BaseException | None = None) -> None:
+        """Raises the error of the loss, if a process is known to be lost.
+
+        Raises:
+            RankLostError: it is.
+        """
+        if self._error is not None:
+            self._raised = True
+            raise self._error from cause
+
+    def suspect(self, error: BaseException) -> None:
+        """Raises if a lost process is the cause of an error.
+
+        Raises:
+            RankLostError: it is.
+        """
+        if isinstance(error, RankLostError | AgreementError) or self._closed:
+            return
+        if not self.lost.is_set():
+            of_jax = isinstance(error, RuntimeError | ValueError)  # Sockets raise others.
+            if not (of_jax and _OF_TRANSPORT.search(str(error))):
+                return
+            with contextlib.suppress(Unreachable):
+                self._append("suspect")
+                if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
+                    self._say_lost((), f"a collective failed: {first_line(error)}")
+            self.lost.wait(_SUSPECT_SECONDS)
+        self.raise_if_lost(error)
+
+    def look_for_ended(self) -> None:
+        """Says which ranks of this machine are lost, as their processes have ended."""
+        ended = self._ended_neighbours()
+        if ended and not self.lost.is_set():
+            self._say_lost(ended, "its process has ended")
+
+    def note_loss(self, ranks: Sequence[int], why: str) -> None:
+        """Records and logs a loss, unless one is recorded."""
+        with self._noting:
+            if self.lost.is_set():
+                return
+            are = "is" if len(ranks) == 1 else "are"
+            who = f"{readable_ranks(ranks)} of the pod {are} lost" if ranks else "the pod is broken"
+            here, call = f"rank {self.rank}", latest_call()
+            self._error = RankLostError(
+                f"{who}: {why}",
+                ranks,
+                where=f"{here}, {call}" if call else here,
+                hint="start again, on as many processes as there are: sc.restore reads what any "
+                "number of processes saved",
+            )
+            self._lost_at = time.monotonic()
+            self.lost.set()
+            if not self._failure:
+                _log.error("%s", self._error.what)
+
+    def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
+        """Appends an event; after those of other ranks that come meanwhile, or then not."""
+        event, number = plain.pack({"kind": kind, "by": self.rank, **more}), self._next
+        while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
+            number += 1
+
+    def _say_lost(self, ranks: Iterable[int], why: str) -> None:
+        self._append("lost", ranks=sorted(ranks), why=why)
+
+    # ---- the watching thread ---------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not (self._closed or self.lost.is_set()):
+            try:
+                is_alert = time.monotonic() < self._alert_until
+                pause = _SOON_SECONDS if is_alert else TICK_SECONDS
+                # The lowest rank is the first, and wakes the others.
+                event = self.service.get(f"{_EVENTS}/{self._next}", pause + min(self.rank, 50) / 4)
+                if event is None:
+                    self._append("tick", or_not=True)
+                    self.service.delete(f"{_EVENTS}/{self._next - _KEPT_EVENTS}")
+                    continue
+                number, self._next = self._next, self._next + 1
+                self._handle(number, plain.unpack(event))
+                if not (self.lost.is_set() or self._ended):
+                    self._look()
+            except Unreachable as error:
+                if self._closed or self._ended or coordination.service() is None:
+                    return
+                why = f"its coordination service does not answer ({first_line(error)})"
+                self.note_loss([0], why)
+            except Exception:  # The thread must go on, as it alone detects losses.
+                if not self._has_failed:
+                    _log.exception("the detection of lost processes failed once, and goes on")
+                self._has_failed = True
+                time.sleep(1.0)
+        while not self._closed:
+            self._exit_if_stuck()
+            time.sleep(0.5)
+
+    def _handle(self, number: int, event: dict[str, Any]) -> None:
+        by = event["by"]
+        match event["kind"]:
+            case "out":
+                self._alert_until = time.monotonic() + _ALERT_SECONDS
+            case "suspect":
+                self._list_again = True
+                self.look_for_ended()
+            case "log":
+                if event["gives_up"]:
+                    self.given_up[by] = event["text"]
+                if not (event["gives_up"] and by == self.rank):
+                    _log.warning("%s", event["text"])
+            case "hang":
+                self._report_hang(number, event["text"])
+            case "lost":
+                noticed = "" if by in event["ranks"] else f" (rank {by} noticed)"
+                self.note_loss(event["ranks"], f"{event['why']}{noticed}")
+
+    def _look(self) -> None:
+        """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
+        still = self._movement.look()
+        agreeing = max(time.monotonic() - self._agreeing_since, 0.0)
+        self._say_left()
+        if not self._inside:
+            return
+        mesh, ranks, session, hang_seconds = self._inside[-1]
+        if still < 0.5 and not agreeing:
+            self._reported_hang = False
+        if (still > _STILL_SECONDS and self._movement.waits_for_device) or agreeing > 1:
+            self.look_for_ended()
+            if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
+                out = self._out(mesh, session, ranks)
+                computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
+                waited_for = {r for r in out if agreeing or r in computing or not computing}
+                if waited_for:
+                    why = "; ".join(dict.fromkeys(out[rank] for rank in sorted(waited_for)))
+                    waits = f"while rank {self.rank} waits at {self._movement.where}"
+                    return self._say_lost(waited_for, f"{why}, {waits}")
+        if max(still, agreeing) > hang_seconds and not self._reported_hang:
+            text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
+            self._append("hang", or_not=True, text=text)
+
+    def _out(self, mesh: str, session: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns how other ranks have ended, or left a session."""
+        ended = self.service.listed(f"{_OUT}/ended/")
+        left = self.service.listed(f"{_OUT}/{mesh}/")
+        found = {}
+        for rank in set(ranks) - {self.rank}:
+            number, how = plain.unpack(left.get(str(rank), plain.pack([0, ""])))
+            if str(rank) in ended:
+                found[rank] = ended[str(rank)].decode()
+            elif number >= session:
+                found[rank] = how
+        return found
+
+    def _report_hang(self, number: int, text: str) -> None:
+        """Logs the stacks of this process; rank 0 also where all are."""
+        self._reported_hang, place = True, f"{_WHERE}/{number}"
+        still, call = self._movement.look(), latest_call()
+        where = ", ".join(filter(None, (call, self._movement.where)))
+        self.service.put(f"{place}/{self.rank}", plain.pack([where, still]))
+        _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
+        processes, deadline = self._processes(), time.monotonic() + _ANSWER_SECONDS
+        if self.rank == min(processes):
+            while True:
+                answers = self.service.listed(f"{place}/")
+                if len(answers) == len(processes) or time.monotonic() > deadline:
+                    break
+                time.sleep(0.2)
+            rows = {int(rank): plain.unpack(answers[rank]) for rank in answers}
+            _log.warning(
+                "%s. The ranks are here:\n  %s", text, table(rows, processes - rows.keys())
+            )
+
+    def _exit_if_stuck(self) -> None:
+        """Ends the process if its main thread cannot raise the loss: it is in a call that only the
+        lost rank could end, which Python cannot interrupt.
+        """
+        still = min(self._movement.look(), time.monotonic() - self._lost_at)
+        had_raised = self._raised
+        limit = _LEAVE_SECONDS if had_raised else _RAISE_SECONDS
+        if not self._movement.waits_for_device or still < limit:
+            return
+        # A stream may block; and Python starts no thread any more when it shuts down.
+        faulthandler.dump_traceback_later(2 * _LAST_SECONDS, exit=True)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
+            place = f"the thread waits at {self._movement.where}, and cannot raise this error"
+            sys.stderr.write(f"{name}: {self._error}\n{place}\n")
+            sys.stderr.flush()
+        self._leave_pod()
+        if self._raised and not had_raised:  # The ends of other ranks have ended its call.
+            return faulthandler.cancel_dump_traceback_later()
+        os._exit(1)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def _say_failure(self) -> None:
+        """Says that this process is lost, if an error has ended its script."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._failure:
+            self._failure = f"ended by {first_line(error)}"
+        if self._failure and not (self._closed or self.lost.is_set()):
+            with contextlib.suppress(Unreachable):
+                self._say_lost([self.rank], _after(self._failure))
+                self.lost.wait(_ANSWER_SECONDS)
+
+    def _say_end(self, how: str = "ended its script") -> None:
+        """Says that this process ends, once its devices compute nothing for others."""
+        if self._closed or self._ended or self._failure or os.getpid() != self._pid:
+            return
+        while pending_ranks() - {self.rank} and not self.lost.is_set():
+            time.sleep(0.05)
+        self._ended = how  # From now on JAX has no backend to ask for arrays.
+        with contextlib.suppress(Unreachable):
+            if not self.lost.is_set():
+                self.service.put(f"{_OUT}/ended/{self.rank}", _after(how).encode())
+                if self.service.put(f"{_OUT}/first/ended", b"1"):
+                    self._append("out")
+
+    def _shut_down(self, shut_down: Callable[[], None]) -> None:
+        """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
+
+        JAX waits there for all processes. A process that an error ends, or whose pod is broken,
+        leaves without waiting.
+        """
+        if os.getpid() != self._pid:
+            return shut_down()
+        if not threading.main_thread().is_alive():
+            self._say_failure()
+        self._say_end("called jax.distributed.shutdown()")
+        if self.lost.is_set() or self._failure:
+            self._leave_pod()
+            coordination.abandon()
+        else:
+            shut_down()
+        self._closed = True
+        self._thread.join(2.0)
+
+    def _leave_pod(self) -> None:
+        """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
+        lost = set(self._error.ranks) if self._error is not None else set()
+        if 0 in lost - {self.rank}:
+            return
+        with contextlib.suppress(Unreachable):
+            self.service.put(f"{_GONE}/{self.rank}", b"1")
+            deadline, self._list_again = time.monotonic() + _LAST_SECONDS, True
+            others = self._processes() - lost - {self.rank} if self.rank == 0 else set()
+            while others and time.monotonic() < deadline:
+                others -= set(self._ended_neighbours())
+                if others <= {int(rank) for rank in self.service.listed(f"{_GONE}/")}:
+                    # JAX aborts a process that still runs when its service ends.
+                    deadline = min(deadline, time.monotonic() + 1.0)
+                time.sleep(0.05)
+
+    def _ended_neighbours(self) -> list[int]:
+        """Returns the ranks of this machine whose processes have ended."""
+        if self._list_again:
+            listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
+            self._neighbours, self._list_again = {int(n): int(listed[n]) for n in listed}, False
+        return [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+
+    def _processes(self) -> set[int]:
+        return {int(name.split("/")[1]) for name in self.service.listed(f"{_PROCESSES}/")}
+
+
+def _after(how: str) -> str:
+    call = latest_call()
+    return f"{how}, after {call}" if call else how
+
+
+def _machine() -> str:
+    """Returns a name of this machine and of the namespace of its process identifiers."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
+    return "-".join(parts)
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a process of this machine has certainly ended."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, AttributeError):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(file)

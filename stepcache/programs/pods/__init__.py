@@ -1,1 +1,0 @@
-"""Pods: how all processes of one get the same program."""
