@@ -6,8 +6,7 @@ in the process of rank 0, which gets the CPU before the others, as on a machine 
 ranks take each other for processes of one machine.
 
 - a new key: all processes agree on a program that each has stored in a directory of its own;
-- a new key that rank 0 builds, and the others take from a shared directory; and the same where
-  code that was captured differs from rank to rank, so that what was lowered is compared first;
+- a new key that rank 0 builds, and the others take from there;
 - a barrier of JAX's, which is not counted as calls: what the least that all do together takes;
 - quiet: nothing happens;
 - late: one rank comes seconds after the others; or it never comes, and the others give up;
@@ -150,8 +149,8 @@ class Rank:
         from jax._src import distributed
 
         from stepcache import errors
-        from stepcache.distributed import failure_detection, pod_events
-        from stepcache.distributed.peers import peers_of
+        from stepcache.pods import watch
+        from stepcache.pods.rounds import peers_of
 
         logging.getLogger("stepcache").setLevel(logging.CRITICAL)
         jax.distributed.initialize(
@@ -169,9 +168,9 @@ class Rank:
         distributed.global_state.client = self.client
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
-        failure_detection.pending_ranks = set
-        machine = f"{pod_events._machine()}-{rank // OF_A_MACHINE}"
-        pod_events._machine = lambda: machine
+        watch.pending_ranks = set
+        machine = f"{watch._machine()}-{rank // OF_A_MACHINE}"
+        watch._machine = lambda: machine
         peers = peers_of(range(count))
         assert peers is not None
         self.peers = peers
@@ -207,29 +206,28 @@ class Rank:
         }
 
     def agree(self, way: str) -> None:
-        """What `programs.pods.shared_build` does about a new program, without the program."""
+        """What `programs.together` does about a new program, without the program."""
         from stepcache.link import plain
-        from stepcache.programs.pods import reports
-        from stepcache.programs.pods.shared_build import _merge_errors
+        from stepcache.programs.together import Decision, Report, Roles, decide
 
         self._keys += 1
         key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
-        call = reports.CallReport("train.py:train", key, "v" * 16)
         directory = f"{self.rank if holds else 0:016x}"
-        module = reports.ModuleReport(key, key, holds, directory)
+        report = Report("train.py:train", key, "", key, "v" * 16, key, holds, directory)
         with self.peers.round("train", "its first call") as current:
-            current.merge("call", call.packed(), reports.decide_on_calls)
-            merged = current.merge("module", module.packed(), reports.decide_on_modules)
-            roles = reports.ModuleDecision.unpacked(merged).roles.get(key)
-            if roles is not None and roles.leader == self.rank:
-                current.channel.send("program", zlib.compress(PROGRAM, 1))
-            elif roles is not None:
-                current.channel.receive("program", roles.leader)
-            current.merge("held", plain.pack(""), _merge_errors)
+            current.announce()
+            decision = Decision(*plain.unpack(current.merge("report", plain.pack(report), decide)))
+            if key not in decision.roles:
+                return
+            roles = Roles(*decision.roles[key])
+            if roles.leader == self.rank:
+                current.send("program", zlib.compress(PROGRAM, 1), self.count - 1)
+            else:
+                current.receive("program", roles.leader)
 
     def run(self, waits: Waits, cases: Sequence[str], save: Callable[[], None]) -> None:
         """Measures cases, in order; `save` is called before the last one, and after it."""
-        self.peers.enter()
+        self.peers.enter(60.0)
         self.agree("stored")  # The first meeting of all.
         if "keys" in cases:
             for way in WAYS:
@@ -240,11 +238,11 @@ class Rank:
         if "late" in cases:
             self.measured("late", lambda: self.come_late(waits.late))
         if "never comes" in cases:
-            self.peers.agree_seconds = waits.agree
+            self.peers._agree_seconds = waits.agree
             self.measured("never comes", self.never_come)
             if self.is_last:
                 self.come_in_vain()
-            self.peers.agree_seconds = 10 * waits.agree
+            self.peers._agree_seconds = 10 * waits.agree
         save()
         if "lost" in cases:
             self.measured("lost", lambda: self.lose(waits.lost))
@@ -304,7 +302,8 @@ def work(
 def pod(count: int, quick: bool, cases: Sequence[str]) -> None:
     """Forks a pod, and prints the costs of its cases as JSON, one a line."""
     import jax  # noqa: F401
-    import stepcache.programs.pods.shared_compile  # noqa: F401
+
+    import stepcache.programs.together  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("localhost", 0))

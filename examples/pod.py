@@ -108,7 +108,7 @@ def run_pod(directory: Path, count: int, exit_code: int = 0) -> list[dict[str, A
     """Starts processes, waits for them, and returns the reports of those that left one."""
     print(f"\n{count} processes, {directory.name}", flush=True)
     directory.mkdir(exist_ok=True)
-    code = launch(__file__, [str(directory)], ranks=count, devices=1, grace_seconds=20)
+    code = launch(__file__, [str(directory)], ranks=count, devices=1)
     assert code == exit_code, f"{count} processes ended with {code}"
     paths = sorted(directory.glob(f"rank ? of {count}"))
     reports = [json.loads(path.read_text()) for path in paths]

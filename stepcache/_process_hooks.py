@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -102,6 +103,12 @@ def at_end_of_child(function: Callable[[], None]) -> None:
     known = _at_ends.get(function)
     if known is None or not known.still_active():  # A child forgets those of its parent.
         _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
+
+
+def exit_after(seconds: float) -> Callable[[], None]:
+    """Ends the process later, unless what is returned is called; also while Python shuts down."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    return faulthandler.cancel_dump_traceback_later
 
 
 def at_fork(**functions: Callable[[], Any]) -> None:

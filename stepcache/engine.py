@@ -325,7 +325,7 @@ class Engine:
             if "deleted" in str(error):
                 note_deleted(error, call)
             if (peers := scope.together(request.ranks)) is not None:
-                peers.raise_if_lost_by(error)
+                peers.watch.raise_if_lost_by(error)
             raise
 
     def show_use(self) -> None:

@@ -247,7 +247,7 @@ class Session:
         if (peers := self._scope.peers) is not None:
             peers.leave(exception[1])
             if isinstance(exception[1], Exception):
-                peers.raise_if_lost_by(exception[1])
+                peers.watch.raise_if_lost_by(exception[1])
         if self._scope.built and exception[0] is None:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")

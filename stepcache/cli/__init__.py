@@ -20,7 +20,6 @@ from stepcache.cli.render import diagnosis
 from stepcache.cli.report import report
 from stepcache.cli.serve import serve, status, stop
 from stepcache.errors import StepCacheError
-from stepcache.pods.launch import GRACE_SECONDS
 from stepcache.pods.launch import launch as launch_pod
 from stepcache.report.doctor import examine, version_of
 from stepcache.run_command import main as run_program
@@ -60,19 +59,6 @@ def run(arguments: tuple[str, ...]) -> None:
     "--devices",
     type=click.IntRange(min=1),
     help="Devices per rank; by default JAX_NUM_CPU_DEVICES, or one.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(1, 65535),
-    help="Port of the coordinator on localhost; by default a free one.",
-)
-@click.option(
-    "--grace",
-    "grace_seconds",
-    type=click.FloatRange(min=0),
-    default=GRACE_SECONDS,
-    show_default=True,
-    help="Seconds that ranks have to exit by themselves after a failure or SIGTERM.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

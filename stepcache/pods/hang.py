@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -11,9 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -25,14 +24,14 @@ AGREE_SECONDS = 60.0
 HANG_SECONDS = 60.0
 """After how long without progress all ranks log where they are, by default."""
 _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only waits.
-_EXPRESSION_LENGTH = 50
+_LINE_LENGTH = 60
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # Calls in a user's own line that do not wait for a device.
-_OTHER_WAITS = frozenset(
-    "accept acquire close flush fsync get input join poll read readline recv select sleep wait "
-    "write".split()
+_OTHER_WAITS = re.compile(
+    r"\b(accept|acquire|close|flush|fsync|get|input|join|poll|read|readline|recv|select|sleep|wait"
+    r"|write)\("
 )
 
 
@@ -87,14 +86,15 @@ class Movement:
             return time.monotonic() - self._since
         self._seen, self._since = seen, time.monotonic()
         file = frame.f_code.co_filename
-        callee = _expression(frame).partition("(")[0].rpartition(".")[2]
-        inside = file.startswith((_OWN, *_OF_JAX))
-        self.waits_for_device = inside or (_is_users(file) and callee not in _OTHER_WAITS)
+        line = linecache.getline(file, frame.f_lineno)
+        is_other = not _is_users(file) or _OTHER_WAITS.search(line)
+        self.waits_for_device = file.startswith((_OWN, *_OF_JAX)) or not is_other
         # The thread runs on: a frame that has returned meanwhile has no caller any more.
         while not _is_users(frame.f_code.co_filename) and (back := frame.f_back) is not None:
             frame = back
-        name = Path(frame.f_code.co_filename).name
-        self.where = f"{name}:{frame.f_lineno} {_expression(frame)} in {frame.f_code.co_name}"
+        code, number = frame.f_code, frame.f_lineno
+        line = linecache.getline(code.co_filename, number).strip()[:_LINE_LENGTH]
+        self.where = f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
         return 0.0
 
 
@@ -106,15 +106,6 @@ def _cpu_seconds(thread: int) -> float:
 
 def _is_users(file: str) -> bool:
     return not file.startswith((_OWN, *_OF_JAX, *_INSTALLED, "<"))
-
-
-def _expression(frame: FrameType) -> str:
-    """Returns the source text of the expression that a frame is evaluating."""
-    at = max(frame.f_lasti // 2, 0)
-    line, end_line, start, end = next(islice(frame.f_code.co_positions(), at, None))
-    text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
-    shown = text[start : end if line == end_line else None].decode(errors="replace").strip()
-    return shown if len(shown) <= _EXPRESSION_LENGTH else f"{shown[:_EXPRESSION_LENGTH]}…"
 
 
 def stacks() -> str:

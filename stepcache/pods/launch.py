@@ -22,7 +22,7 @@ from typing import IO, TextIO
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import StepCacheError
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 # Variables by which a job around the launcher describes its own ranks and nodes.
 _FOREIGN = re.compile(
@@ -38,13 +38,11 @@ def launch(
     ranks: int,
     module: bool = False,
     devices: int | None = None,
-    port: int | None = None,
-    grace_seconds: float = GRACE_SECONDS,
 ) -> int:
     """Runs a script as that many ranks on this machine, and waits for them.
 
-    To be called in the main thread, whose handlers of SIGINT and SIGTERM it replaces meanwhile:
-    they pass the signal on to the ranks.
+    To be called in the main thread: SIGINT and SIGTERM are passed on to the ranks meanwhile. Ranks
+    have 15 seconds to end by themselves when one has failed, and again after SIGTERM.
 
     Args:
         target: the path of the script, or the name of a module.
@@ -52,27 +50,20 @@ def launch(
         ranks: how many.
         module: run a module, as `python -m` does.
         devices: of each rank; None is one, or as many CPU devices as the environment says.
-        port: of the coordinator, on localhost; None is any that is free.
-        grace_seconds: how long ranks have to end by themselves when one has failed, and again after
-            SIGTERM, before they are killed.
 
     Returns:
         The exit code of the rank that failed first, 128 and the number of the signal if one killed
         it; 0 when all ranks ended with 0.
 
     Raises:
-        StepCacheError: there is no such script, or the port is in use.
+        StepCacheError: there is no such script.
     """
     if not (module or Path(target).is_file()):
         raise StepCacheError("there is no script to launch", where=target)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port or 0))
-        except OSError as error:
-            what = f"port {port} cannot be used for the coordinator: {error.strerror}"
-            raise StepCacheError(what, hint="leave --port out, to use any free port") from error
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     processes: list[subprocess.Popen[bytes]] = []
     copying: list[threading.Thread] = []
     lock = threading.Lock()
@@ -81,9 +72,6 @@ def launch(
         for process in processes:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, number)
-
-    def say(text: str) -> None:
-        print(f"stepcache launch: {text}", file=sys.stderr, flush=True)
 
     def copy(stream: IO[bytes], to: TextIO, rank: int) -> None:
         for line in stream:
@@ -106,16 +94,16 @@ def launch(
                 for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     copying.append(threading.Thread(target=copy, args=(stream, to, rank)))
                     copying[-1].start()
-            code, due = 0, float("inf")
-            signals = iter((signal.SIGTERM, signal.SIGKILL))
+            code, due, number = 0, float("inf"), signal.SIGTERM
             while None in [process.poll() for process in processes]:
                 for rank, process in enumerate(processes):
                     if not code and process.returncode:
-                        code, due = process.returncode, time.monotonic() + grace_seconds
-                        say(f"rank {rank} ended with {code}; the others have {grace_seconds:g} s")
+                        code, due = process.returncode, time.monotonic() + GRACE_SECONDS
+                        text = f"rank {rank} ended with {code}; the others have {GRACE_SECONDS:g} s"
+                        print(f"stepcache launch: {text}", file=sys.stderr, flush=True)
                 if time.monotonic() > due:
-                    send(next(signals))
-                    due = time.monotonic() + grace_seconds
+                    send(number)
+                    due, number = time.monotonic() + GRACE_SECONDS, signal.SIGKILL
                 time.sleep(_POLL_SECONDS)
         finally:
             send(signal.SIGKILL)

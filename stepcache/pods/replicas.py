@@ -7,7 +7,7 @@ digests differ, one process of each side sends its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,16 +18,13 @@ from stepcache.events import Change
 from stepcache.link import plain
 from stepcache.pods.global_arrays import is_key, spans_processes
 from stepcache.pods.rounds import MAX_SIDES, Peers, Round, by_rank, ranks_in, sides_of
-from stepcache.units import counted
+from stepcache.units import shortened
 
 Groups = dict[tuple[int, ...], dict[str, str]]
 """Tokens of the values of this process, by path, for each group of ranks that hold replicas."""
 
 Part = tuple[str, Any, slice | None]
 """Path and array of a leaf, and its slice if it is a part of a packed array."""
-
-Differing = dict[str, list[list[list[int]]]]
-"""By the name of a group of ranks that should hold the same: the spans of the ranks that do."""
 
 _SEVERAL = "its devices hold "  # Before a token of replicas that differ between devices.
 _READ_WHOLE_BYTES = 1 << 16
@@ -100,48 +97,41 @@ def digest_of(tokens: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
 
-def group_name(ranks: Sequence[int]) -> str:
-    """Returns a short name for a group of ranks."""
-    return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-
-
-def differing(digests: Mapping[int, Mapping[str, str]]) -> Differing:
-    """Returns the groups whose ranks hold different values; of very many, the first ones.
-
-    Args:
-        digests: of each rank, by the name of the group.
+def _differing(contributions: dict[int, bytes]) -> bytes:
+    """Merges digests, by the name of a group of ranks, to the groups whose ranks hold different
+    values: the sides of each; of very many, the first ones.
     """
+    digests = {rank: plain.unpack(each) for rank, each in contributions.items()}
     sides = {
         name: sides_of({rank: found[name] for rank, found in digests.items() if name in found})
         for name in sorted({name for found in digests.values() for name in found})
     }
     several = [(name, each) for name, each in sides.items() if len(each) > 1]
-    return dict(sorted(several, key=lambda each: each[1])[:MAX_SIDES])
+    return plain.pack(dict(sorted(several, key=lambda each: each[1])[:MAX_SIDES]))
 
 
-def _merge_digests(contributions: dict[int, bytes]) -> bytes:
-    return plain.pack(differing({rank: plain.unpack(x) for rank, x in contributions.items()}))
-
-
-def compare(round: Round, about: str, groups: Groups, found: Differing | None = None) -> None:
+def compare(round: Round, about: str, groups: Groups) -> None:
     """Compares values with those of the other processes.
 
     Args:
         round: an agreement round of all processes.
         about: when the values are compared, for messages.
         groups: the values of this process.
-        found: which values differ, if the processes have compared their digests already.
 
     Raises:
         AgreementError: values differ; it names their paths and the ranks.
     """
-    named = {group_name(ranks): tokens for ranks, tokens in groups.items()}
-    if found is None:
-        own = {name: digest_of(tokens) for name, tokens in named.items()}
-        found = plain.unpack(round.merge("values", plain.pack(own), _merge_digests))
-    if not found:
+    named = {
+        hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]: tokens
+        for ranks, tokens in groups.items()
+    }
+    own = {name: digest_of(tokens) for name, tokens in named.items()}
+    sides = {
+        name: [ranks_in(spans) for spans in each]
+        for name, each in plain.unpack(round.merge("values", plain.pack(own), _differing)).items()
+    }
+    if not sides:
         return
-    sides = {name: [ranks_in(spans) for spans in each] for name, each in found.items()}
     speakers = sorted({ranks[0] for each in sides.values() for ranks in each})
     tokens = round.explained_by(
         "differing values", speakers, lambda: {x: named[x] for x in sides if x in named}
@@ -159,8 +149,9 @@ def compare(round: Round, about: str, groups: Groups, found: Differing | None = 
             if paths:
                 all_sides += [tuple(most), tuple(ranks)]
     if changes:
+        what = f"replicated values differ between the ranks, {about}:"
         raise AgreementError(
-            f"replicated values differ between the ranks, {about}:\n  {_shown(lines)}",
+            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
             changes,
             tuple(dict.fromkeys(all_sides)),
             hint="make them from the same seed, checkpoint and settings on all processes; pass "
@@ -190,17 +181,11 @@ def check_replicas(parts: Iterable[Part], peers: Peers | None, about: str) -> No
         if token.startswith(_SEVERAL)
     ]
     if lines:
+        what = f"replicated values differ between the devices of rank {jax.process_index()}:"
         raise AgreementError(
-            f"replicated values differ between the devices of rank {jax.process_index()}:\n  "
-            + _shown(lines),
+            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
             hint="jax.shard_map(…, check_vma=False) does not check what its out_specs replicate",
         )
-
-
-def _shown(lines: list[str]) -> str:
-    more = len(lines) - _MAX_LINES
-    rest = [f"… and {counted(more, 'more value')}"] if more > 0 else []
-    return "\n  ".join([*lines[:_MAX_LINES], *rest])
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

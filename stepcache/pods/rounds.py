@@ -12,10 +12,12 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
@@ -35,13 +37,16 @@ CHUNK_BYTES = 1 << 20
 """The coordination service bounds the size of a message."""
 _MAX_SPANS = 32  # Of the ranks of one group, or of those that are missing.
 _LOG_SECONDS = 5.0
-_LOOK_SECONDS = 1.0  # Between looks for losses, while waiting. Ctrl-C comes as late.
+_LOOK_SECONDS = 0.2  # Between looks for losses, while waiting.
+_GET_SECONDS = 600.0
+_FIRST_SECONDS = 1.0  # The process that arrived first gives up before the others do.
 SAME_CALLS = (
     "make the same calls, with the same shapes and static values, in the same order on all "
     "processes. For a call on one process alone, place its arguments on that process's devices "
     "(jax.device_put), or call it inside sc.Session(). Session(agree_timeout=…) waits longer"
 )
 
+_log = logging.getLogger("stepcache")
 T = TypeVar("T")
 Merge = Callable[[dict[int, bytes]], bytes]
 """Merges the contributions of all ranks. One process calls it, and all read what it returns."""
@@ -72,7 +77,7 @@ class Round:
         self.rank, self.ranks = watch.rank, ranks  # This process, and all in order.
         self._place, self._watch, self._service = place, watch, watch.service
         self._label, self._reason, self._timeout_seconds = label, reason, timeout_seconds
-        self._all_came = self._gave_up = False
+        self._all_came = False
 
     def announce(self) -> None:
         """Says that this process takes part, but may need long until it contributes."""
@@ -170,40 +175,41 @@ class Round:
 
     def _wait(self, name: str, topic: str = "", *, is_first: bool = False) -> bytes:
         """Waits for the value of a name. Gives up if a process is missing in an exchange."""
-        started, logged = time.monotonic(), not is_first
-        limit = self._timeout_seconds + (0 if is_first else _LOOK_SECONDS)
-        while (value := self._service.get(name, _LOOK_SECONDS)) is None:
+        late = time.monotonic() + self._timeout_seconds + (0 if is_first else _FIRST_SECONDS)
+        log_at = time.monotonic() + _LOG_SECONDS
+        answer: Future[bytes] = Future()
+
+        def get() -> None:  # In a thread: one in such a call handles no signals.
+            try:
+                while (value := self._service.get(name, _GET_SECONDS)) is None:
+                    pass
+                answer.set_result(value)
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=get, name="stepcache agreement", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(_LOOK_SECONDS)
             self._watch.raise_if_lost()
             self._watch.look_for_ended()
-            waited = time.monotonic() - started
-            if topic and not self._all_came and not logged and waited > _LOG_SECONDS:
-                logged = True
-                self._log_missing(topic)
-            if topic and not self._all_came and waited > limit and not self._gave_up:
-                self._give_up(topic)
-        return value
+            now = time.monotonic()
+            if not topic or self._all_came or now < (min(late, log_at) if is_first else late):
+                continue
+            coming = {int(rank) for rank in self._service.listed(f"{self._place}/coming/")}
+            missing = set(self.ranks) - self._contributions(topic).keys() - coming
+            spans = spans_of(missing)[:_MAX_SPANS]
+            if missing and now > late:  # The first one that writes a result is read by all.
+                result = {"late": spans, "by": self.rank, "reason": self._reason}
+                self._service.put(f"{self._place}/{topic}/result", _packed(result))
+            elif missing:
+                who, text = readable_ranks(ranks_in(spans)), "waiting for %s to agree on %s%s"
+                _log.warning(text, who, self._label, self._why(self.rank, self._reason))
+            log_at = float("inf")
 
-    def _missing(self, topic: str) -> list[list[int]]:
-        """Returns the spans of ranks that do not take part; of very many, the first ones."""
-        coming = {int(rank) for rank in self._service.listed(f"{self._place}/coming/")}
-        return spans_of(set(self.ranks) - self._contributions(topic).keys() - coming)[:_MAX_SPANS]
-
-    def _give_up(self, topic: str) -> None:
-        """Writes an error as the result, if ranks are missing. Only one process does."""
-        if late := self._missing(topic):
-            self._gave_up = True
-            result = {"late": late, "by": self.rank, "reason": self._reason}
-            if self._service.put(f"{self._place}/{topic}/result", _packed(result)):
-                self._watch.log_everywhere(self._late_error(**result).what, gives_up=True)
-
-    def _log_missing(self, topic: str) -> None:
-        """Has all processes log, once in a round, which ranks are missing."""
-        if (late := self._missing(topic)) and self._service.put(f"{self._place}/logged", b"1"):
-            why = f"; rank {self.rank} needs a new program: {self._reason}" if self._reason else ""
-            self._watch.log_everywhere(
-                f"rank {self.rank} has waited {_LOG_SECONDS:.0f} s for "
-                f"{readable_ranks(ranks_in(late))} to agree on {self._label}{why}"
-            )
+    @staticmethod
+    def _why(rank: int, reason: str) -> str:
+        return f"; rank {rank} needs a new program: {reason}" if reason else ""
 
     @contextlib.contextmanager
     def _losses_raised(self) -> Iterator[None]:
@@ -227,7 +233,7 @@ class Round:
             reason: why that rank needed the agreement.
         """
         ranks = ranks_in(late)
-        why = f"; rank {by} needs a new program: {reason}" if reason else ""
+        why = self._why(by, reason)
         if self.rank in ranks:
             return AgreementError(
                 f"rank {self.rank}, this process, came too late to the agreement on {self._label}: "
@@ -249,7 +255,7 @@ class Peers:
 
     def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
         self.rank, self.ranks = watch.rank, ranks  # This process, and all in order.
-        self._watch, self._name, self._agree_seconds = watch, _name_of(ranks), agree_seconds
+        self.watch, self._name, self._agree_seconds = watch, _name_of(ranks), agree_seconds
         # All sessions over the same processes count their rounds together.
         new = threading.Lock(), itertools.count(1)
         self._lock, self._numbers = watch.rounds.setdefault(self._name, new)
@@ -264,11 +270,11 @@ class Peers:
             patient: wait without a time limit while all processes live.
         """
         seconds = float("inf") if patient else self._agree_seconds
-        with self._lock, self._given_up_raised():
+        with self._lock:
             place = f"{self._name}/{next(self._numbers)}"
-            current = Round(place, self.ranks, self._watch, label, reason, seconds)
+            current = Round(place, self.ranks, self.watch, label, reason, seconds)
             try:
-                with self._watch.agreeing():
+                with self.watch.agreeing():
                     yield current
             finally:
                 current.close()
@@ -288,48 +294,20 @@ class Peers:
         Raises:
             RankLostError: a process was lost.
         """
-        with self._given_up_raised():
-            self._watch.raise_if_lost()
+        self.watch.raise_if_lost()
         try:
             return work()
         except Exception as error:
-            self.raise_if_lost_by(error)
+            self.watch.raise_if_lost_by(error)
             raise
-
-    def raise_if_lost_by(self, error: BaseException) -> None:
-        """Raises if a lost process is the cause of an error.
-
-        Raises:
-            RankLostError: it is.
-            AgreementError: it is, and that process had given up waiting for this one.
-        """
-        with self._given_up_raised():
-            self._watch.suspect(error)
 
     def enter(self, hang_seconds: float) -> None:
         """Notes that this thread enters a session over these processes."""
-        self._watch.enter(self._name, self.ranks, hang_seconds)
+        self.watch.enter(self._name, self.ranks, hang_seconds)
 
     def leave(self, error: BaseException | None) -> None:
         """Says that this thread leaves the session, with an error or without."""
-        self._watch.leave(self._name, error)
-
-    @contextlib.contextmanager
-    def _given_up_raised(self) -> Iterator[None]:
-        """Raises `AgreementError` if the lost processes had given up waiting for this one.
-
-        This process was in another call meanwhile, which failed when they ended.
-        """
-        try:
-            yield
-        except RankLostError as lost:
-            for rank, text in self._watch.given_up.items():
-                if rank in self.ranks and (rank in lost.ranks or not lost.ranks):
-                    sides = (rank,), (self.rank,)
-                    raise AgreementError(
-                        text, sides=sides, where=f"rank {self.rank}", hint=SAME_CALLS
-                    ) from lost
-            raise
+        self.watch.leave(self._name, error)
 
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peers | None:

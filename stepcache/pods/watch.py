@@ -16,7 +16,6 @@ second, with a message of its own.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import re
@@ -70,8 +69,6 @@ class Watch:
 
     def __init__(self, service: Service):
         self.service, self.rank, self._pid = service, jax.process_index(), os.getpid()
-        # By rank, the errors of processes that have given up waiting for others.
-        self.given_up: dict[int, str] = {}
         # By mesh, lock and counter of the agreement rounds.
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
@@ -160,11 +157,6 @@ class Watch:
         finally:
             self._agreeing_since = float("inf")
 
-    def log_everywhere(self, text: str, *, gives_up: bool = False) -> None:
-        """Makes all processes log a line; an error of this one if it gives up waiting."""
-        if not self.lost.is_set():
-            self._append("log", text=text, gives_up=gives_up)
-
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
         """Raises the error of the loss, if a process is known to be lost.
 
@@ -175,7 +167,7 @@ class Watch:
             self._raised = True
             raise self._error from cause
 
-    def suspect(self, error: BaseException) -> None:
+    def raise_if_lost_by(self, error: BaseException) -> None:
         """Raises if a lost process is the cause of an error.
 
         Raises:
@@ -196,7 +188,10 @@ class Watch:
 
     def look_for_ended(self) -> None:
         """Says which ranks of this machine are lost, as their processes have ended."""
-        ended = self._ended_neighbours()
+        if self._list_again:
+            listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
+            self._neighbours, self._list_again = {int(n): int(listed[n]) for n in listed}, False
+        ended = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
             self._say_lost(ended, "its process has ended")
 
@@ -268,11 +263,6 @@ class Watch:
             case "suspect":
                 self._list_again = True
                 self.look_for_ended()
-            case "log":
-                if event["gives_up"]:
-                    self.given_up[by] = event["text"]
-                if not (event["gives_up"] and by == self.rank):
-                    _log.warning("%s", event["text"])
             case "hang":
                 self._report_hang(number, event["text"])
             case "lost":
@@ -344,8 +334,7 @@ class Watch:
         limit = _LEAVE_SECONDS if had_raised else _RAISE_SECONDS
         if not self._movement.waits_for_device or still < limit:
             return
-        # A stream may block; and Python starts no thread any more when it shuts down.
-        faulthandler.dump_traceback_later(2 * _LAST_SECONDS, exit=True)
+        give_up = _process_hooks.exit_after(2 * _LAST_SECONDS)  # A stream may block.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
@@ -354,7 +343,7 @@ class Watch:
             sys.stderr.flush()
         self._leave_pod()
         if self._raised and not had_raised:  # The ends of other ranks have ended its call.
-            return faulthandler.cancel_dump_traceback_later()
+            return give_up()
         os._exit(1)
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -404,25 +393,16 @@ class Watch:
     def _leave_pod(self) -> None:
         """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
         lost = set(self._error.ranks) if self._error is not None else set()
-        if 0 in lost - {self.rank}:
-            return
         with contextlib.suppress(Unreachable):
             self.service.put(f"{_GONE}/{self.rank}", b"1")
-            deadline, self._list_again = time.monotonic() + _LAST_SECONDS, True
-            others = self._processes() - lost - {self.rank} if self.rank == 0 else set()
-            while others and time.monotonic() < deadline:
-                others -= set(self._ended_neighbours())
-                if others <= {int(rank) for rank in self.service.listed(f"{_GONE}/")}:
-                    # JAX aborts a process that still runs when its service ends.
-                    deadline = min(deadline, time.monotonic() + 1.0)
-                time.sleep(0.05)
-
-    def _ended_neighbours(self) -> list[int]:
-        """Returns the ranks of this machine whose processes have ended."""
-        if self._list_again:
-            listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
-            self._neighbours, self._list_again = {int(n): int(listed[n]) for n in listed}, False
-        return [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+            deadline = time.monotonic() + _LAST_SECONDS
+            others = self._processes() - lost - {0} if self.rank == 0 else set()
+            while others - {int(rank) for rank in self.service.listed(f"{_GONE}/")}:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+            # JAX aborts a process that still runs when its service ends.
+            time.sleep(1.0 if others else 0.0)
 
     def _processes(self) -> set[int]:
         return {int(name.split("/")[1]) for name in self.service.listed(f"{_PROCESSES}/")}

@@ -136,15 +136,21 @@ def build(
         if together is not None:
             with stage("agree"):
                 together.agree(staged, digest)
-            about = compilation, lambda: before_compiling(module, digest)
-            executable, source = together.obtain(*about)
-            return executable
         if is_kept and not compilation.calls_back and (found := held(compilation)) is not None:
             source = "memory"
             return found
         kept, about = (store if is_kept else None), lambda: before_compiling(module, digest)
+        if together is not None:
+            with stage("wait"):
+                taken = together.take(compilation, about)
+            if taken is not None:
+                (executable, source), serialized = taken, together.data
+                return executable
         executable, source, building = take_or_compile(compilation, kept, stage, about)
         serialized = compilation.serialized
+        if together is not None:
+            with stage("give"):
+                serialized = together.give(compilation, executable, source) or serialized
         return executable
 
     try:

@@ -116,23 +116,18 @@ class Resolver:
             peers, trust = scope.together(request.ranks), scope.cache.trusted
             place = self._miss_log.making.place or place_of(request.shown.fun)
             release = trust.release(described(), request, place) if trust else None
-            held = scope.cache.executable
-            if peers is None:
-                arguments = self._spec, request, stopwatch, held, store, before_compiling
-                program, publication = build(*arguments, release=release)
-            elif release is not None:
-                raise OptionError("trust= is for one process, and not for a pod", where=name)
-            else:
+            joining: Any = contextlib.nullcontext()
+            if peers is not None:
+                if release is not None:
+                    raise OptionError("trust= is for one process, and not for a pod", where=name)
                 from stepcache.programs.together import building
 
-                about = name, request, described(), scope.cache, stopwatch, miss.in_a_line
-                with building(peers, *about) as together:
-                    arguments = self._spec, request, stopwatch, held, store, before_compiling
-                    program, publication = build(*arguments, together)
-                if together.data and not together.is_published:
-                    publication.data = together.data
-                if not together.knows_values:
-                    self._not_compared.add(request.key)
+                joining = building(peers, name, request, described(), scope.cache, miss.in_a_line)
+            arguments = self._spec, request, stopwatch, scope.cache.executable, store
+            with joining as together:
+                program, publication = build(*arguments, before_compiling, together, release)
+            if together is not None and not together.knows_values:
+                self._not_compared.add(request.key)
             call_seconds = time.perf_counter() - started
             own_seconds = call_seconds - sum(stopwatch.seconds.values())
             program, settled = self._settled(request, program)

@@ -24,21 +24,12 @@ from stepcache.events import Change
 from stepcache.link import plain
 from stepcache.origin import file_label, is_users_file
 from stepcache.pods.global_arrays import spans_processes
-from stepcache.pods.replicas import (
-    Differing,
-    compare,
-    differing,
-    digest_of,
-    group_name,
-    is_local,
-    token_of,
-)
+from stepcache.pods.replicas import compare, digest_of, is_local, token_of
 from stepcache.pods.rounds import MAX_SIDES, Peers, Round, by_rank, ranks_in, sides_of
-from stepcache.programs.build import Stopwatch
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
 from stepcache.programs.store import Publication
-from stepcache.units import listed, readable_ranks, spans_of
+from stepcache.units import listed, readable_ranks, shortened, spans_of
 
 # These may differ between the hosts of a pod, and where a process was started may, too.
 _MAY_DIFFER = (
@@ -51,7 +42,7 @@ _MAY_DIFFER = (
 )
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _MAX_SHOWN = 12
-_FAILED, _STORED, _SENT = b"failed ", b"stored", b"sent "
+_FAILED, _STORED, _SENT = b"-", b"=", b"+"
 _log = logging.getLogger("stepcache")
 
 
@@ -60,12 +51,12 @@ class Report(NamedTuple):
 
     label: str  # The step, by file and name.
     call: str  # Digest of what must be the same in all calls.
-    values: str  # Digest of the replicated host values; empty if they are unknown.
-    module: str = ""  # Digest of the lowered module, without locations; empty where that failed.
+    error: str = ""  # Why there is no module.
+    module: str = ""  # Digest of the lowered module, without locations.
+    values: str = ""  # Digest of the replicated host values; empty if they are unknown.
     program: str = ""  # Digest of the program; hosts of one kind have the same.
     holds: str = ""  # "memory", "disk", or empty where it needs the executable.
     directory: str = ""  # Names the directory of stored programs; empty for none.
-    error: str = ""  # Why there is no module.
 
 
 class Roles(NamedTuple):
@@ -79,13 +70,11 @@ class Roles(NamedTuple):
 
 class Decision(NamedTuple):
     """What follows from all reports; the same on all processes, and of a size that does not grow
-    with their number. Ranks are spans.
+    with their number.
     """
 
-    calls: list[tuple[str, list[list[int]]]]  # Label and ranks of each different call.
-    failed: list[tuple[str, list[list[int]]]]  # Each error, and the ranks that have it.
-    modules: list[list[list[int]]]  # The ranks of each different module.
-    values: Differing  # Ranks with different host values.
+    differing: str  # The first field of `Report` that must not differ, and does; or empty.
+    sides: list[list[Any]]  # Each of its values, and the spans of the ranks that have it.
     knows_values: bool  # Whether all processes reported their host values.
     roles: dict[str, Roles]  # By the digest of the program.
 
@@ -93,11 +82,12 @@ class Decision(NamedTuple):
 def decide(packed: dict[int, bytes]) -> bytes:
     """Merges packed `Report`s to a packed `Decision`."""
     reports = {rank: Report(*plain.unpack(each)) for rank, each in sorted(packed.items())}
-    calls = sides_of({rank: (each.label, each.call) for rank, each in reports.items()})
-    failed = sides_of({rank: each.error for rank, each in reports.items() if each.error})
-    modules = sides_of({rank: each.module for rank, each in reports.items() if each.module})
-    group = group_name(list(reports))
-    values = {rank: {group: each.values} for rank, each in reports.items() if each.values}
+    knows_values = all(each.values for each in reports.values())
+    for field in ("label", "call", "error", "module", *["values"] * knows_values):
+        values = {rank: getattr(each, field) for rank, each in reports.items()}
+        if len(set(values.values())) > 1 or (field == "error" and values[min(values)]):
+            sides = [[values[spans[0][0]], spans] for spans in sides_of(values)]
+            return plain.pack(Decision(field, sides, knows_values, {}))
     roles = {}
     for program in {each.program for each in reports.values()} - {""}:
         alike = {rank: each for rank, each in reports.items() if each.program == program}
@@ -109,16 +99,7 @@ def decide(packed: dict[int, bytes]) -> bytes:
             directories = {alike[rank].directory for rank in (leader, *receivers)}
             shares = len(directories) == 1 and "" not in directories
             roles[program] = Roles(leader, not having, spans_of(receivers), shares)
-    return plain.pack(
-        Decision(
-            [(reports[spans[0][0]].label, spans) for spans in calls],
-            [(reports[spans[0][0]].error, spans) for spans in failed],
-            modules,
-            differing(values),
-            len(values) == len(reports),
-            roles,
-        )
-    )
+    return plain.pack(Decision("", [], knows_values, roles))
 
 
 def _call_facts(described: Described, request: Request) -> dict[str, str]:
@@ -166,21 +147,16 @@ class Together:
     """The part of this process while all build one program. `building` makes it.
 
     Attributes:
-        data: the executable, serialized, where this process has sent or received it.
-        is_published: whether it is stored.
         has_agreed: whether this process has reported.
         knows_values: whether the processes have compared the host values of the call.
+        data: the executable, serialized, where another process has sent it.
     """
 
-    def __init__(
-        self, round: Round, request: Request, described: Described, cache: Any, watch: Stopwatch
-    ):
+    def __init__(self, round: Round, request: Request, described: Described, cache: Any):
         self._round, self._request, self._described = round, request, described
-        self._cache, self._store, self._stopwatch = cache, cache.store(), watch
-        self._staged: jaxcompat.Staged | None = None
-        self._roles: Roles | None = None  # None where nobody needs the executable.
-        self.has_agreed = False
-        self.data, self.is_published, self.knows_values = b"", False, False
+        self._cache, self._store, self._staged = cache, cache.store(), None
+        self._roles, self._receivers = Roles(-1, False, [], False), []
+        self.has_agreed, self.knows_values, self.data = False, False, b""
 
     def agree(self, staged: jaxcompat.Staged, program: str) -> None:
         """Compares the calls, and what all have lowered.
@@ -192,8 +168,7 @@ class Together:
         Raises:
             AgreementError: they differ.
         """
-        self._staged, store = staged, self._store
-        holds = directory = ""
+        store, holds, directory = self._store, "", ""
         if self._cache.holds_module(program):
             holds = "memory"
         elif store is not None and store.disk.holds("program", program):
@@ -201,174 +176,147 @@ class Together:
         if store is not None:
             with contextlib.suppress(OSError):  # There is no key yet.
                 directory = store.disk.vouch(b"the name of this directory").hex()[:16]
+        self._staged = staged
         module = _short_digest(jaxcompat.module_outline(staged.lowered))
-        self._decide(module=module, program=program, holds=holds, directory=directory)
+        self._report(module=module, program=program, holds=holds, directory=directory)
 
-    def _decide(self, **lowered: str) -> None:
+    def _report(self, **lowered: str) -> None:
         self.has_agreed = True
-        facts, label = _call_facts(self._described, self._request), self._described.label
-        values = _replicated_host_values(self._request)
+        facts, values = _call_facts(self._described, self._request), None
+        if not lowered.get("error"):
+            values = _replicated_host_values(self._request)
         call = _short_digest("\0".join(f"{name}\1{facts[name]}" for name in sorted(facts)))
-        report = Report(label, call, digest_of(values) if values is not None else "", **lowered)
+        digest = digest_of(values) if values is not None else ""
+        report = Report(self._described.label, call, values=digest, **lowered)
         decision = Decision(*plain.unpack(self._round.merge("report", plain.pack(report), decide)))
-        if len(decision.calls) > 1:
-            self._raise_different_calls(decision.calls, facts)
-        if decision.failed:
-            if report.error:
-                return
-            texts = [
-                f"{readable_ranks(ranks_in(spans))}: {each}" for each, spans in decision.failed
-            ]
-            raise AgreementError(
-                f"not all ranks have the program of {label}: {'; '.join(texts)}",
-                sides=(tuple(rank for _, spans in decision.failed for rank in ranks_in(spans)),),
-            )
-        if len(decision.modules) > 1:
-            self._raise_different_modules([ranks_in(spans) for spans in decision.modules])
-        groups = {tuple(self._round.ranks): values or {}}
-        compare(self._round, f"before {label}", groups, decision.values)
+        if decision.differing:
+            if not (decision.differing == "error" and report.error):
+                self._raise_differing(decision, facts, values or {})
+            return
         self.knows_values = decision.knows_values
         if report.program in decision.roles:
             self._roles = Roles(*decision.roles[report.program])
+            self._receivers = ranks_in(self._roles.receivers)
 
-    def _raise_different_calls(self, calls: list[tuple[str, Any]], facts: dict[str, str]) -> None:
-        sides = [(label, ranks_in(spans)) for label, spans in calls]
+    def _raise_differing(
+        self, decision: Decision, facts: dict[str, str], values: dict[str, str]
+    ) -> None:
+        """Raises an error that says what differs, and on which ranks."""
+        what, label = decision.differing, self._described.label
+        if what == "values":
+            return compare(self._round, f"before {label}", {tuple(self._round.ranks): values})
+        sides = [(value, ranks_in(spans)) for value, spans in decision.sides]
         all_ranks = [tuple(ranks) for _, ranks in sides]
-        label, usual = sides[0]
-        if len({label for label, _ in sides}) > 1:
-            named = [f"{readable_ranks(ranks)}: {label}" for label, ranks in sides]
+        said = "; ".join(f"{readable_ranks(ranks)}: {value}" for value, ranks in sides if value)
+        if what == "label":
+            hint = "call the same steps in the same order on all processes"
             raise AgreementError(
-                f"the ranks call different steps: {'; '.join(named)}",
-                sides=all_ranks,
-                hint="call the same steps in the same order on all processes",
+                f"the ranks call different steps: {said}", (), all_ranks, hint=hint
             )
-        speakers = [ranks[0] for ranks in all_ranks]
-        explained = self._round.explained_by("the call", speakers, lambda: facts)
+        if what == "error":
+            failed = [ranks for value, ranks in zip(sides, all_ranks, strict=True) if value[0]]
+            raise AgreementError(f"not all ranks have the program of {label}: {said}", (), failed)
+        usual, *others = all_ranks
+        own: Callable[[], Any] = lambda: facts  # noqa: E731
+        if what == "module" and self._staged is not None:
+            own, others = self._staged.module_text(), others[:1]  # It is large.
+        speakers = [usual[0], *(ranks[0] for ranks in others)]
+        explained = self._round.explained_by(what, speakers, own)
         changes: list[Change] = []
         lines = []
-        for ranks in all_ranks[1:]:
-            found = differences(explained[speakers[0]], explained[ranks[0]])
+        for ranks in others:
+            one, other = explained[usual[0]], explained[ranks[0]]
+            compared = None
+            if what == "call":
+                found = differences(one, other)
+            else:
+                compared = difference(one, other, is_users_file, file_label)
+                found = compared.changes if compared is not None else ()
             changes += found
             lines += [by_rank(change, usual, ranks) for change in found]
-        raise AgreementError(
-            f"the ranks call {label} differently:\n  " + "\n  ".join(lines[:_MAX_SHOWN]),
-            changes,
-            all_ranks,
-            hint="make the same call, with the same options and settings, on all processes",
-        )
+            if compared is not None and compared.more:
+                lines.append(f"and {compared.more} more places")
+        named = [*map(readable_ranks, all_ranks), *["more"] * (len(sides) == MAX_SIDES)]
+        texts = {
+            "call": f"the ranks call {label} differently:",
+            "module": f"{listed(named)} lowered different programs of {label}:",
+        }
+        hints = {
+            "call": "make the same call, with the same options and settings, on all processes",
+            "module": "run the same code on all processes; what a step computes must not depend "
+            "on its rank",
+        }
+        text = "\n  ".join([texts[what], *shortened(lines, _MAX_SHOWN)])
+        raise AgreementError(text, changes, all_ranks, hint=hints[what])
 
-    def _raise_different_modules(self, sides: list[list[int]]) -> None:
-        """Raises an error with the first line at which two modules differ."""
-        speakers, staged = (sides[0][0], sides[1][0]), self._staged
-        assert staged is not None
-        texts = self._round.explained_by("module text", speakers, staged.module_text())
-        found = difference(*(texts[rank] for rank in speakers), is_users_file, file_label)
-        changes = list(found.changes) if found is not None else []
-        lines = [by_rank(change, sides[0], sides[1]) for change in changes]
-        if found is not None and found.more:
-            lines.append(f"and {found.more} more places")
-        named = [*map(readable_ranks, sides), *["more"] * (len(sides) == MAX_SIDES)]
-        raise AgreementError(
-            f"{listed(named)} lowered different programs of {self._described.label}:"
-            + "".join(f"\n  {line}" for line in lines),
-            changes,
-            [tuple(ranks) for ranks in sides],
-            hint="run the same code on all processes; what a step computes must not depend on its "
-            "rank",
-        )
-
-    def obtain(
+    def take(
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
-    ) -> tuple[Any, str]:
-        """Returns the executable, and where it was: one process has or compiles it, the others
-        load it.
+    ) -> tuple[Any, str] | None:
+        """Returns the executable that another process has or compiles, and that process; None where
+        this one is to have it by itself.
 
         Raises:
-            AgreementError: the process that was to compile it could not.
+            AgreementError: the other process could not compile it.
         """
-        roles, round, store = self._roles, self._round, self._store
-        if (executable := self._cache.executable(compilation)) is not None:
-            return executable, "memory"
-        if roles is not None and roles.compiles:
+        roles, rank, store = self._roles, self._round.rank, self._store
+        if roles.compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
-        receivers = ranks_in(roles.receivers) if roles is not None else []
-        if roles is None or (round.rank != roles.leader and round.rank not in receivers):
-            return self._alone(compilation, before_compiling)
-        if round.rank == roles.leader:
-            said = _FAILED
-            try:
-                executable, source = self._alone(compilation, before_compiling)
-                with self._stopwatch.stage("give"):
-                    said = self._given(compilation, executable, source) if receivers else said
-            except Exception as error:
-                said += first_line(error).encode()
-                raise
-            finally:
-                if receivers:  # They wait for it.
-                    with self._stopwatch.stage("give"):
-                        round.send("program", said, len(receivers))
-            return executable, source
-        with self._stopwatch.stage("wait"):
-            said = round.receive("program", roles.leader)
+        if rank not in self._receivers:
+            return None
+        said = self._round.receive("program", roles.leader)
+        label, leader = self._described.label, f"rank {roles.leader}"
         if said.startswith(_FAILED):
             raise AgreementError(
-                f"not all ranks have the program of {self._described.label}: "
-                f"rank {roles.leader}: {said.removeprefix(_FAILED).decode()}",
+                f"not all ranks have the program of {label}: {leader}: {said[1:].decode()}",
                 sides=((roles.leader,),),
             )
         try:
             if said == _STORED and store is not None:
-                self.is_published = True
                 entry = store.disk.read("program", compilation.digest)
                 data = entry.payload if entry is not None else b""
             else:
-                data = self.data = zlib.decompress(said.removeprefix(_SENT))
-            if data:
-                return compilation.load(data), f"rank {roles.leader}"
+                data = self.data = zlib.decompress(said[1:])
+            return (compilation.load(data), leader) if data else None
         except Exception as error:
-            text = "rank %d compiles %s for itself: it cannot load what rank %d sent (%s)"
-            _log.warning(text, round.rank, self._described.label, roles.leader, error)
+            text = "rank %d compiles %s for itself: it cannot load what %s sent (%s)"
+            _log.warning(text, rank, label, leader, error)
             self.data = b""
-        return self._alone(compilation, before_compiling)
+            return None
 
-    def _alone(
-        self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
-    ) -> tuple[Any, str]:
-        found = self._store.find(compilation, self._stopwatch.stage) if self._store else None
-        if found is not None:
-            return found
-        before_compiling()
-        with self._stopwatch.stage("compile"):
-            return compilation.compile(), "compiled"
-
-    def _given(self, compilation: jaxcompat.Compilation, executable: Any, source: str) -> bytes:
-        """Serializes an executable for the others; stores it at once if they look for it there."""
-        store, roles, staged = self._store, self._roles, self._staged
-        assert roles is not None and staged is not None
-        if source != "compiled":
-            entry = store.disk.read("program", compilation.digest) if store is not None else None
-            self.data, self.is_published = entry.payload if entry is not None else b"", True
-        else:
+    def give(self, compilation: jaxcompat.Compilation, executable: Any, source: str) -> bytes:
+        """Gives the others an executable that this process was to have; stores it at once if they
+        look for it there. Returns it, serialized, if that was needed.
+        """
+        store, roles, label = self._store, self._roles, self._described.label
+        if self._round.rank != roles.leader or not self._receivers:
+            return b""
+        data, is_stored, module = b"", source != "compiled", lambda: ""
+        if not is_stored:
             try:
-                self.data = jaxcompat.serialize_executable(executable)
+                data = jaxcompat.serialize_executable(executable)
             except jaxcompat.NotStorable as error:
-                _log.info("each rank compiles %s for itself: %s", self._described.label, error)
-            if self.data and roles.shares_directory and store is not None:
-                publication = Publication(
-                    compilation.digest,
-                    executable,
-                    staged.module_text(),
-                    dict(self._stopwatch.seconds),
-                    data=self.data,
-                )
-                self.is_published = not store.publish(publication, self._described.label)
-        is_there = self.is_published and roles.shares_directory
-        return _STORED if is_there else _SENT + zlib.compress(self.data, 1)
+                _log.info("each rank compiles %s for itself: %s", label, error)
+        elif not roles.shares_directory and store is not None:
+            entry = store.disk.read("program", compilation.digest)
+            data = entry.payload if entry is not None else b""
+        if data and roles.shares_directory and store is not None:
+            module = self._staged.module_text() if self._staged is not None else module
+            published = Publication(compilation.digest, executable, module, {}, data=data)
+            is_stored = not store.publish(published, label)
+        is_there = is_stored and roles.shares_directory
+        self._send(_STORED if is_there else _SENT + zlib.compress(data, 1))
+        return data if source == "compiled" else b""
+
+    def _send(self, said: bytes) -> None:
+        receivers, self._receivers = len(self._receivers), []
+        self._round.send("program", said, receivers)
 
     def fail(self, error: Exception) -> None:
         """Tells the others, who wait for this process, that it has no program."""
         if not self.has_agreed:
-            self._decide(error=first_line(error))
+            self._report(error=first_line(error))
+        elif self._round.rank == self._roles.leader and self._receivers:
+            self._send(_FAILED + first_line(error).encode())
 
 
 @contextlib.contextmanager
@@ -378,7 +326,6 @@ def building(
     request: Request,
     described: Described,
     cache: Any,
-    stopwatch: Stopwatch,
     reason: str,
 ) -> Iterator[Together]:
     """Context manager of a build of one program by all processes.
@@ -389,7 +336,6 @@ def building(
         request: the call.
         described: the call, in words.
         cache: the `ProgramCache`.
-        stopwatch: times the stages.
         reason: why the call needs a new program, in one line.
 
     Raises:
@@ -399,12 +345,11 @@ def building(
     """
     with peers.round(name, reason) as round:
         round.announce()  # A trace may take minutes.
-        together = Together(round, request, described, cache, stopwatch)
+        together = Together(round, request, described, cache)
         try:
             yield together
         except Exception as error:
-            with stopwatch.stage("agree"):
-                together.fail(error)
+            together.fail(error)
             raise
 
 

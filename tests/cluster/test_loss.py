@@ -1,7 +1,6 @@
 """A rank is killed: the others raise a typed error in time, none hangs, none is left."""
 
 import functools
-import time
 
 import pytest
 

@@ -32,7 +32,7 @@ def test_a_frame_may_return_while_it_is_looked_at(monkeypatch):
         monkeypatch.setattr(sys, "_current_frames", lambda frame=frame: {thread: frame})
         movement = Movement(thread)
         movement.look()
-        assert movement.where.endswith(f"in {where}")
+        assert f" in {where}: " in movement.where
 
 
 def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
@@ -62,7 +62,7 @@ def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
 
 def test_ranks_at_the_same_place_share_a_line():
     rows = {0: ("call 6 of train, a.py:3 f()", 4.2), 2: ("b.py:1 g()", 70.0)}
-    rows |= {rank: ("call 6 of train, a.py:3 f()", 5.4) for rank in (1, 3)}
+    rows |= dict.fromkeys((1, 3), ("call 6 of train, a.py:3 f()", 5.4))
     assert table(rows, {4, 5, 6}).splitlines() == [
         "ranks 0–1, 3: call 6 of train, a.py:3 f(), for 5 s",
         "  rank 2: b.py:1 g(), for 70 s",

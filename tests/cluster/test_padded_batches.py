@@ -47,7 +47,7 @@ def test_ranks_pad_their_parts(tmp_path, devices):
         for word in ("loss", "weights"):
             np.testing.assert_allclose(numbers(rank, word), numbers(alone, word), rtol=1e-5)
         assert rank.said("shape") == ["()"]
-    assert [rank.said("counts") for rank in warm] == [["2 0 0"]] * 2
+    assert [rank.said("counts") for rank in warm] == [["2 2 0"]] * 2
 
 
 WHOLE = """

@@ -41,20 +41,18 @@ def costs(tmp_path_factory):
     return found
 
 
-# Say, count, hear; twice. Who builds it hands out two things of two names; what was lowered once.
-@pytest.mark.parametrize(
-    ("case", "calls"), [("stored", 6), ("built by one", 10), ("built by one, code differs", 13)]
-)
+# Come, say, count, hear; who takes the program asks for its size and for a piece, and says so.
+@pytest.mark.parametrize(("case", "calls"), [("stored", 4), ("built by one", 7)])
 def test_a_new_key_takes_as_many_calls_and_bytes_of_a_rank(costs, case, calls):
     few, more = costs[case]
     assert calls <= more["mean_calls"] < calls + 1
     assert more["mean_bytes"] < 1.1 * few["mean_bytes"] < 5000, (few, more)
 
 
-def test_a_quiet_pod_makes_no_calls(costs):
-    """But for one that looks up the processes of the same machine, after the last meeting."""
+def test_a_quiet_pod_makes_next_to_no_calls(costs):
+    """Each rank waits for a tick every twenty seconds, which the lowest one makes."""
     for each in costs["quiet"]:
-        assert each["max_calls"] <= 1 and each["unanswered"] == 0
+        assert each["max_calls"] <= 3 and each["unanswered"] <= 1
 
 
 @pytest.mark.parametrize("case", ["late", "never comes", "lost"])

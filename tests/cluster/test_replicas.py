@@ -1,7 +1,6 @@
 """Values that every process hands in whole are the same on all, or it is a named error."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
