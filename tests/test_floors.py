@@ -56,7 +56,7 @@ SIZES = {
     "programs": 3_088,
     "calls": 3_427,
     "variables": 4_028,
-    "pods programs.together": 1_780,
+    "pods programs.together": 1_778,
     "storage": 1_800,
     "link": 900,
     "jaxcompat": 1_750,

@@ -113,10 +113,9 @@ def token_of(scope: Scope) -> jaxcompat.ContextToken | None:
     has none. So entering a session does not make JAX trace and compile anew whatever runs in it,
     steps or not.
     """
-    decides = (scope.placer, scope.cache.number, scope.count_hits)
-    decides += (scope.max_step_bytes,)
+    decides = (scope.placer, scope.cache.number, scope.count_hits, scope.max_step_bytes)
     decides += (scope.target and scope.target.number,)
-    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None, None):
+    if decides == (None, DEFAULT_SCOPE.cache.number, False, None, None):
         return None
     with _naming:
         token = _tokens.get(decides)

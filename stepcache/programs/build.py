@@ -142,9 +142,8 @@ def build(
         kept, about = (store if is_kept else None), lambda: before_compiling(module, digest)
         if together is not None:
             with stage("wait"):
-                taken = together.take(compilation, about)
-            if taken is not None:
-                (executable, source), serialized = taken, together.data
+                executable, source, serialized = together.take(compilation, about)
+            if executable is not None:
                 return executable
         executable, source, building = take_or_compile(compilation, kept, stage, about)
         serialized = compilation.serialized

@@ -149,14 +149,13 @@ class Together:
     Attributes:
         has_agreed: whether this process has reported.
         knows_values: whether the processes have compared the host values of the call.
-        data: the executable, serialized, where another process has sent it.
     """
 
     def __init__(self, round: Round, request: Request, described: Described, cache: Any):
         self._round, self._request, self._described = round, request, described
         self._cache, self._store, self._staged = cache, cache.store(), None
         self._roles, self._receivers = Roles(-1, False, [], False), []
-        self.has_agreed, self.knows_values, self.data = False, False, b""
+        self.has_agreed = self.knows_values = False
 
     def agree(self, staged: jaxcompat.Staged, program: str) -> None:
         """Compares the calls, and what all have lowered.
@@ -251,9 +250,9 @@ class Together:
 
     def take(
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
-    ) -> tuple[Any, str] | None:
-        """Returns the executable that another process has or compiles, and that process; None where
-        this one is to have it by itself.
+    ) -> tuple[Any, str, bytes]:
+        """Returns the executable that another process has or compiles, that process, and what it
+        has sent; None where this one is to have it by itself.
 
         Raises:
             AgreementError: the other process could not compile it.
@@ -262,7 +261,7 @@ class Together:
         if roles.compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
         if rank not in self._receivers:
-            return None
+            return None, "", b""
         said = self._round.receive("program", roles.leader)
         label, leader = self._described.label, f"rank {roles.leader}"
         if said.startswith(_FAILED):
@@ -271,17 +270,15 @@ class Together:
                 sides=((roles.leader,),),
             )
         try:
-            if said == _STORED and store is not None:
-                entry = store.disk.read("program", compilation.digest)
-                data = entry.payload if entry is not None else b""
-            else:
-                data = self.data = zlib.decompress(said[1:])
-            return (compilation.load(data), leader) if data else None
+            if said != _STORED:
+                data = zlib.decompress(said[1:])
+                return compilation.load(data) if data else None, leader, data
+            entry = store.disk.read("program", compilation.digest) if store is not None else None
+            return compilation.load(entry.payload) if entry is not None else None, leader, b""
         except Exception as error:
             text = "rank %d compiles %s for itself: it cannot load what %s sent (%s)"
             _log.warning(text, rank, label, leader, error)
-            self.data = b""
-            return None
+            return None, "", b""
 
     def give(self, compilation: jaxcompat.Compilation, executable: Any, source: str) -> bytes:
         """Gives the others an executable that this process was to have; stores it at once if they
