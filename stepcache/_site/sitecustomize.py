@@ -5,6 +5,7 @@ A `sitecustomize` of the user's own, which this one hides, runs after it.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -25,9 +26,18 @@ class _AfterJax:
             execute = spec.loader.exec_module
 
             def execute_both(module: Any) -> None:
-                execute(module)
-                if find_spec("stepcache") is not None:  # Another Python of the program may lack it.
-                    importlib.import_module("stepcache")
+                # These imports make half a million objects that stay. They would be looked through
+                # by each full collection, and by four of them at the end of the process.
+                was_enabled = gc.isenabled()
+                gc.disable()
+                try:
+                    execute(module)
+                    if find_spec("stepcache") is not None:  # Another Python may lack it.
+                        importlib.import_module("stepcache")
+                    gc.freeze()
+                finally:
+                    if was_enabled:
+                        gc.enable()
 
             spec.loader.exec_module = execute_both
         return spec

@@ -63,7 +63,7 @@ def _wait_for_python(worker: Worker) -> None:
     limit = time.monotonic() + _LONGEST_TRACE_SECONDS
     while not worker.is_urgent.is_set() and (now := time.monotonic()) < limit:
         if (left := len(worker._jobs) * worker.job_seconds) < _SECONDS_LEFT:
-            time.sleep(_LOOK_SECONDS)
+            worker.is_urgent.wait(_LOOK_SECONDS)
         elif compiling.begun.wait(_LOOK_SECONDS):
             return
         is_late = now >= tracing.ended + _QUIET_SECONDS or left >= 1.5 * _SECONDS_LEFT
