@@ -137,20 +137,19 @@ def _moved(**what: Any) -> dict[str, Any]:
 def reads() -> str:
     """What crosses each link while readers on several devices read a variable on the host."""
     policies = {
-        '`Read(route="each")`': ("4 calls", "each call", "each"),
-        "`Read()`": ("4 calls", "each call", "gather"),
-        "`Read()`, the four readers in one step": ("4 arguments", "each call", "gather"),
-        '`Read(cache="device", route="each")`': ("4 calls", "each version", "each"),
-        '`Read(cache="device")`': ("4 calls", "each version", "gather"),
-        '`Read(cache="device", max_staleness=32)`': ("4 calls", "+ max_staleness", "gather"),
+        "`jax.device_put` to each device, at each call": ("4 calls", "jax.device_put"),
+        "`Read()`": ("4 calls", "each call"),
+        "`Read()`, the four readers in one step": ("4 arguments", "each call"),
+        '`Read(cache="device")`': ("4 calls", "each version"),
+        '`Read(cache="device", max_staleness=32)`': ("4 calls", "+ max_staleness"),
     }
     rows = []
-    for shown, (readers, read, route) in policies.items():
-        row = _moved(devices=8, readers=readers, read=read, route=route)
+    for shown, (readers, read) in policies.items():
+        row = _moved(devices=8, readers=readers, read=read)
         links = ("host_link_bytes", "device_link_bytes")
         rows.append((shown, *(_megabytes(row[link]) for link in links)))
     header = ("policy", "MB from the host", "MB between devices")
-    row = _moved(devices=8, readers="4 calls", read="each version", route="gather")
+    row = _moved(devices=8, readers="4 calls", read="each version")
     about = (
         f"Without staleness, {_megabytes(row['lower_bound_bytes'])} MB must cross "
         "the host's link: two versions. Bytes are counted, so they are the same on every machine. "
@@ -161,8 +160,8 @@ def reads() -> str:
 
 def saved() -> str:
     """The same in one sentence."""
-    every = _moved(devices=8, readers="4 calls", read="each call", route="each")
-    best = _moved(devices=8, readers="4 calls", read="each version", route="gather")
+    every = _moved(devices=8, readers="4 calls", read="jax.device_put")
+    best = _moved(devices=8, readers="4 calls", read="each version")
     most, least = (row["host_link_bytes"] for row in (every, best))
     return (
         f"Eight devices, four readers, eight steps, two versions: {_megabytes(least)} MB over the "
@@ -171,31 +170,14 @@ def saved() -> str:
     )
 
 
-def advice() -> str:
-    """How well `advise` predicts."""
-    found, rows = result("advice"), []
-    for name, of in found.figures["groups"].items():
-        shares = of["within"], of["repeated"], of["error_quartiles"][1]
-        shares += of["regret_median"], of["regret_worst"]
-        rows.append((name, str(of["cases"]), *(f"{each:.0%}" for each in shares)))
-    errors = ("within 25 %", "two rounds", "median error")
-    header = ("", "policies", *errors, "median regret", "largest")
-    about = (
-        "Within 25 %: policies whose measured time is that close to the predicted one. Two rounds: "
-        "policies whose first and last measured times are that close to each other. Regret: how "
-        "much longer the chosen policy takes than the best one."
-    )
-    return table(header, rows) + f"\n{about} {found.source()}\n"
-
-
-def prefetch() -> str:
-    """How much of a read a step hides."""
+def read_times() -> str:
+    """How long a read makes a step, and plain JAX."""
     found = result("transfers")
     rows = []
     for case in dict.fromkeys(case for case, _ in found.by_name):
-        ahead = found.ratio(case, "fetched ahead")
-        rows.append((case, found.ratio(case, "a read"), ahead))
-    header = ("devices, the step, route, size", "a read", "`prefetch=True`")
+        plain = found.ratio(case, "jax.device_put")
+        rows.append((case, found.ratio(case, "a read"), plain))
+    header = ("devices, the step, size", "`Read()`", "`jax.device_put`")
     about = "Ratios to a step that reads nothing. A step that waits leaves the cores to the copy."
     return table(header, rows) + f"\n{about} {found.source()}\n"
 
@@ -322,8 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         padding,
         reads,
         saved,
-        advice,
-        prefetch,
+        read_times,
         resident,
         served,
         served_short,

@@ -1,11 +1,12 @@
-"""What reads of variables on the host move, and how much of their time a step hides.
+"""What reads of variables on the host move and take, next to plain JAX.
 
     python -m benchmarks.transfers [--quick]
 
-First the bytes over each link for R readers × N devices × K steps, by route and by what is kept,
-next to the lower bound: each version crosses the host's link once. Then a loop that waits for each
-step, without a read, with one, and with one that is fetched ahead. On an accelerator, at last, the
-bandwidth of a read next to that of a plain `jax.device_put`.
+First the bytes over each link for R readers × N devices × K steps, by what is kept, next to the
+lower bound, by which each version crosses the host's link once, and to what `jax.device_put` to
+every device moves. Then a loop that waits for each step, without a read, with one, and with
+`jax.device_put`. On an accelerator, at last, the bandwidth of a read next to that of
+`jax.device_put` to one device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.harness import Row, interleaved, show, write
 from stepcache.events import Moved
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 
-ROUTES = ("each", "fanout", "gather")
+PLAIN = "jax.device_put"
 
 
 def session(devices: int) -> sc.Session:
@@ -50,20 +51,15 @@ KEPT = {"each call": None, "each version": "device"}
 
 
 def padded(layout, devices: int) -> int:
-    """Bytes of the shares that `gather` reads: of equal size, so padded."""
+    """Bytes of the shares that a read copies: of equal size, so padded."""
     sizes = ((np.prod(buffer.shape), buffer.dtype.itemsize) for buffer in layout.buffers)
     return sum(-(-int(size) // devices) * devices * width for size, width in sizes)
 
 
-def expected(route: str, reads: int, devices: int, layout) -> tuple[int, int]:
+def expected(reads: int, devices: int, layout) -> tuple[int, int]:
     """Bytes over the host's link, and between devices, of so many reads."""
     size, shares = layout.size_bytes, padded(layout, devices)
-    once = {
-        "each": (devices * size, 0),
-        "fanout": (size, (devices - 1) * size),
-        "gather": (shares, devices * size - shares),
-    }
-    return reads * once[route][0], reads * once[route][1]
+    return reads * shares, reads * (devices * size - shares)
 
 
 def moved_by(devices: int, read: sc.Read, shared: bool) -> tuple[Counter, Any]:
@@ -106,33 +102,28 @@ def traffic() -> list[dict[str, Any]]:
             continue
         for how, cache in KEPT.items():
             for shared in (False, True) if cache is None else (False,):
-                for route in ROUTES:
-                    read = sc.Read(cache=cache, route=route)
-                    moved, layout = moved_by(devices, read, shared)
-                    calls = STEPS if shared else STEPS * READERS
-                    reads = calls if cache is None else VERSIONS
-                    found = moved[HOST_LINK], moved[DEVICE_LINK]
-                    assert found == expected(route, reads, devices, layout), (devices, read, found)
-                    readers = f"{READERS} {'arguments' if shared else 'calls'}"
-                    rows.append(row_of(devices, readers, how, route, found, layout))
-        for how, read in {
-            "+ max_staleness": sc.Read(
-                cache="device", max_staleness=STEPS * READERS, route="gather"
-            ),
-        }.items():
-            moved, layout = moved_by(devices, read, shared=False)
-            found = moved[HOST_LINK], moved[DEVICE_LINK]
-            assert found[0] < VERSIONS * layout.size_bytes, (devices, read, found)
-            rows.append(row_of(devices, f"{READERS} calls", how, "gather", found, layout))
+                moved, layout = moved_by(devices, sc.Read(cache=cache), shared)
+                calls = STEPS if shared else STEPS * READERS
+                reads = calls if cache is None else VERSIONS
+                found = moved[HOST_LINK], moved[DEVICE_LINK]
+                assert found == expected(reads, devices, layout), (devices, cache, found)
+                readers = f"{READERS} {'arguments' if shared else 'calls'}"
+                rows.append(row_of(devices, readers, how, found, layout))
+        read = sc.Read(cache="device", max_staleness=STEPS * READERS)
+        moved, layout = moved_by(devices, read, shared=False)
+        found = moved[HOST_LINK], moved[DEVICE_LINK]
+        assert found[0] < VERSIONS * layout.size_bytes, (devices, read, found)
+        rows.append(row_of(devices, f"{READERS} calls", "+ max_staleness", found, layout))
+        plain = STEPS * READERS * devices * layout.size_bytes, 0
+        rows.append(row_of(devices, f"{READERS} calls", PLAIN, plain, layout))
     return rows
 
 
-def row_of(devices: int, readers: str, read: str, route: str, found, layout) -> dict[str, Any]:
+def row_of(devices: int, readers: str, read: str, found, layout) -> dict[str, Any]:
     return {
         "devices": devices,
         "readers": readers,
         "read": read,
-        "route": route,
         "host_link_bytes": found[0],
         "device_link_bytes": found[1],
         "lower_bound_bytes": VERSIONS * layout.size_bytes,
@@ -143,12 +134,12 @@ def row_of(devices: int, readers: str, read: str, route: str, found, layout) -> 
 def show_traffic(rows: list[dict[str, Any]]) -> None:
     title = f"bytes of {STEPS} steps, {VERSIONS} versions; the bound is once a version"
     table = Table(title=title, title_justify="left")
-    for name in ("devices", "readers", "read", "route", "MB from the host", "of the bound"):
+    for name in ("devices", "readers", "read", "MB from the host", "of the bound"):
         table.add_column(name, justify="right" if name[0] in "Mo" else "left")
     table.add_column("MB between devices", justify="right")
     for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=rows[-1]):
         table.add_row(
-            *(str(row[name]) for name in ("devices", "readers", "read", "route")),
+            *(str(row[name]) for name in ("devices", "readers", "read")),
             f"{row['host_link_bytes'] / 1e6:.2f}",
             f"{row['host_link_bytes'] / row['lower_bound_bytes']:.4g} ×",
             f"{row['device_link_bytes'] / 1e6:.2f}",
@@ -177,8 +168,8 @@ def waiting(x, amount):
     return x + 0 * jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), amount)
 
 
-def hiding(devices: int, busy: Callable, route: str, megabytes: int, **settings) -> list[Row]:
-    """A loop that waits for each step: without a read, with one, and with one fetched ahead."""
+def reading(devices: int, busy: Callable, megabytes: int, **settings) -> list[Row]:
+    """A loop that waits for each step: without a read, with one, and with `jax.device_put`."""
 
     @sc.step
     def step(value, x, amount):
@@ -187,21 +178,23 @@ def hiding(devices: int, busy: Callable, route: str, megabytes: int, **settings)
     on_cpu = jax.default_backend() == "cpu"
     x = np.full((devices, 16, 16) if on_cpu else (devices, 2048, 2048), 0.1, np.float32)
     tree = [np.ones((megabytes << 20) // 4 // 8, np.float32)] * 8
-    reads = {
-        "no read": sc.Read(cache="device"),
-        "a read": sc.Read(route=route),
-        "fetched ahead": sc.Read(route=route, prefetch=True),
-    }
+    reads = {"no read": sc.Read(cache="device"), "a read": sc.Read()}
     with session(devices):
-        x = jax.device_put(x, jax.NamedSharding(sc.current_session().mesh, jax.P("data")))
+        mesh = sc.current_session().mesh
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        everywhere = jax.NamedSharding(mesh, jax.P())
         values = {n: sc.Variables(tree, placement=sc.OnHost(), read=r) for n, r in reads.items()}
+
+        def call(name: str, amount: Any) -> Any:
+            value = jax.device_put(tree, everywhere) if name == PLAIN else values[name]
+            return jax.block_until_ready(step(value, x, np.float32(amount)))
 
         def seconds(name: str, amount: float) -> float:
             """The median time of a step."""
             times = []
             for _ in range(9):
                 started = time.perf_counter()
-                jax.block_until_ready(step(values[name], x, np.float32(amount)))
+                call(name, amount)
                 times.append(time.perf_counter() - started)
             return float(np.median(times))
 
@@ -210,19 +203,12 @@ def hiding(devices: int, busy: Callable, route: str, megabytes: int, **settings)
         amount = 200.0 if busy is computing else 0.05
         for _ in range(3):
             amount *= wanted / max(seconds("no read", amount) - idle, 1e-5)
-        amount = np.float32(amount)
 
         def contender(name: str) -> Callable:
-            return lambda: jax.block_until_ready(step(values[name], x, amount))
+            return lambda: call(name, amount)
 
-        case = f"{devices} device{'s' * (devices > 1)}, {busy.__name__}, {route}, {megabytes} MiB"
-        return interleaved(case, {name: contender(name) for name in reads}, **settings)
-
-
-def hidden_share(rows: list[Row]) -> float:
-    """How much of the time that a read adds to a step is gone when it is fetched ahead."""
-    none, read, ahead = (row.median_seconds for row in rows)
-    return 1 - (ahead - none) / (read - none)
+        case = f"{devices} device{'s' * (devices > 1)}, {busy.__name__}, {megabytes} MiB"
+        return interleaved(case, {n: contender(n) for n in (*reads, PLAIN)}, **settings)
 
 
 def bandwidth(megabytes: int, **settings) -> tuple[list[Row], dict[str, float]]:
@@ -252,19 +238,13 @@ def main() -> None:
     settings = {"rounds": 3 if quick else 31, "batch_seconds": 0.005 if quick else 0.1}
     moved = traffic()
     show_traffic(moved)
-    details: dict[str, Any] = {"moved": moved, "hidden": {}}
+    details: dict[str, Any] = {"moved": moved}
     devices, on_cpu = jax.device_count(), jax.default_backend() == "cpu"
     megabytes = 2 if quick else 16 if on_cpu else 512
-    routes = ("gather", "fanout") if devices > 1 else ("gather",)
-    cases = [(devices, computing, route, megabytes) for route in routes]
+    cases = [(devices, computing, megabytes)]
     if on_cpu:
-        cases.insert(0, (1, computing, "gather", 4 * megabytes))
-        cases += [(devices, waiting, route, megabytes) for route in routes]
-    rows = []
-    for case in cases:
-        more = hiding(*case, **settings)
-        details["hidden"][more[0].case] = hidden_share(more)
-        rows += more
+        cases = [(1, computing, 4 * megabytes), *cases, (devices, waiting, megabytes)]
+    rows = [row for case in cases for row in reading(*case, **settings)]
     if on_cpu:
         print("no accelerator here: the bandwidth of reads is not measured")
     else:
@@ -272,8 +252,6 @@ def main() -> None:
         rows += more
         print(details["gigabytes_per_second"])
     show("a loop that waits for each step", rows)
-    for name, share in details["hidden"].items():
-        print(f"{name}: fetching ahead hides {share:.0%} of the read")
     if not quick:
         print(f"written to {write('transfers', rows, details, **settings)}")
 

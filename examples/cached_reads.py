@@ -24,9 +24,6 @@ from stepcache.events import Moved
 STEPS, PUSH_EVERY, HOST, DEVICES = 40, 5, "host ↔ device", "device ↔ device"
 EXACT = {
     "cache=None": sc.Read(),
-    "prefetch=True": sc.Read(prefetch=True),
-    'route="each"': sc.Read(route="each"),
-    'route="fanout"': sc.Read(route="fanout"),
     'cache="device"': sc.Read(cache="device"),
 }
 LATE = {f"+ max_staleness={k}": sc.Read(cache="device", max_staleness=k) for k in (5, 20)}

@@ -34,8 +34,6 @@ from jax.sharding import AxisType
 
 from stepcache.calls.context import DEFAULT_SCOPE
 from stepcache.programs.cache import ProgramCache
-from stepcache.variables import link_measuring
-from stepcache.variables.link_times import kept_times
 from tests.sampling import LEFT_OUT, slow_is_asked_for
 
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
@@ -56,15 +54,6 @@ def fresh_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(DEFAULT_SCOPE, "cache", cache)
     yield
     cache.flush()
-
-
-@pytest.fixture(autouse=True)
-def links_are_not_known(monkeypatch):
-    """What one test has measured is no affair of the next one; and what it measures is little."""
-    monkeypatch.setattr(link_measuring, "SIZES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(link_measuring, "_RUNS", (2, 2))
-    yield
-    kept_times.cache_clear()
 
 
 @pytest.fixture

@@ -350,16 +350,19 @@ def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
 
 def test_what_is_read_ahead_counts(eight):
     look = sc.step(lambda state: state.sum())
-    with sc.Session(eight, max_step_bytes=8 * V):
-        state = hosted(prefetch=1)
+    with sc.Session(eight) as session:
+        state = hosted(cache="device", max_staleness=1)
+        look(state)
+    with sc.Session(eight):
+        state.assign(np.zeros(10_000, np.float32))
+    with sc.Session(eight, max_step_bytes=8 * V - 1):
         with pytest.raises(sc.TransferBudgetError) as raised:
             look(state)
-        assert raised.value.needed_bytes == 2 * 8 * V
-    with sc.Session(eight):
-        look(state)
-    with sc.Session(eight, max_step_bytes=8 * V):
-        for _ in range(2):
-            assert float(look(state)) == 10_000
+        assert raised.value.needed_bytes == 8 * V
+    with session:
+        assert float(look(state)) == 10_000
+    with sc.Session(eight, max_step_bytes=0):
+        assert float(look(state)) == 0
 
 
 def test_two_arguments_that_share_a_transfer_count_once(eight):

@@ -48,7 +48,6 @@ def test_the_language_model_explains_what_the_readme_says(tmp_path):
 # Each of these is a dozen fresh processes, and minutes.
 ROUNDS = {
     "communication": 5,
-    "advice": 3,
     "restart": 5,
     "pod_start": 7,
     "small_steps": 5,

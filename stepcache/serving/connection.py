@@ -286,7 +286,6 @@ def _check_policies(placement: Placement, read: Read, write: Write, replaces: bo
             where="variables(write=...)",
             got=repr(write),
         )
-    _check_read("variables", read, route=("auto", "each"))
 
 
 def _check_name(name: object, where: str) -> None:
@@ -341,7 +340,6 @@ def _check_every(every: int, optimizer: RowOptimizer) -> None:
 
 def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
     check_kinds(Replicated(), read, Write())
-    _check_read("table", read, prefetch=(False,), route=("auto", "each"))
     _check_count("cache_rows", cache_rows, "rows")
     if read.cache is None and cache_rows != CACHE_ROWS:
         raise OptionError(
@@ -355,16 +353,6 @@ def _check_table_policy(read: Read, cache_rows: int, dtype: np.dtype) -> None:
             where="table(read=...)",
             hint="set jax_enable_x64, or leave out the cache",
         )
-
-
-def _check_read(where: str, read: Read, **possible: tuple) -> None:
-    for option, legal in possible.items():
-        if (given := getattr(read, option)) not in legal:
-            raise OptionError(
-                f"{option}={given!r} is not supported for served {where}",
-                where=f"{where}(read=...)",
-                expected=" or ".join(map(repr, legal)),
-            )
 
 
 def _check_alone(name: str) -> None:

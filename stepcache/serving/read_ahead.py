@@ -1,4 +1,4 @@
-"""`ReadAhead`: reads variables in the background, for the next call (`Read(prefetch=True)`)."""
+"""`ReadAhead`: reads variables in the background, for the next call."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Served(Master):
 
     def reads_ahead(self, reader: Reader) -> bool:
         """Returns whether the value is to be read in the background for the next step."""
-        is_wanted = self._policy.prefetch and not reader.carried
+        is_wanted = self._policy.max_staleness > 0 and not reader.carried
         return is_wanted and self._serving(reader)[0] is None
 
     def started(self, job: Future[Any]) -> None:
@@ -162,7 +162,7 @@ class Served(Master):
         else:
             planned = (self._plan_read(variable, why, reader, self._read_links),)
         if self._ahead_links:
-            why = "it was prefetched for this step"
+            why = "it was read in the background for this step"
             planned = (self._plan_read(variable, why, reader, self._ahead_links), *planned)
         return planned
 

@@ -25,12 +25,11 @@ class Copy:
 
 
 class Copies:
-    """The copy that a process keeps of one value, and the one that it prefetched."""
+    """The copy that a process keeps of one value."""
 
     def __init__(self, policy: Read):
         self._policy = policy
         self._kept: Copy | None = None
-        self._ahead: Copy | None = None
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known_outside = 0  # Of sessions.
         self._lock = threading.Lock()
@@ -39,8 +38,6 @@ class Copies:
     def wrote(self, writer: Any, version: int) -> None:
         """Records that a session, or None, wrote a version: it reads no older one from now on."""
         self.saw(writer, version)
-        if self._ahead is not None and self._ahead.version != version:
-            self._ahead = None
 
     def saw(self, reader: Any, version: int) -> None:
         """Records that a session, or None, read a version: it reads no older one from now on."""
@@ -55,8 +52,6 @@ class Copies:
 
         `current` is the version of the value; None if it has not been asked for.
         """
-        if self._ahead is not None and self._ahead.version == current:
-            return self._ahead, "it was prefetched"
         copy, policy = self._kept, self._policy
         if copy is None:
             return None, "no copy is kept" if policy.cache is None else "there is no copy yet"
@@ -76,11 +71,6 @@ class Copies:
     def served(self, copy: Copy, current: int | None) -> None:
         """Records that a copy serves a step. A current one starts a new period of staleness."""
         self.hits += 1
-        if copy is self._ahead:
-            self._ahead = None
-            if self._policy.cache is None:
-                return
-            self._kept = copy
         if copy.version == current:
             copy.served_steps = 0
         else:
@@ -91,9 +81,9 @@ class Copies:
         if self._policy.cache is not None and (self._kept is None or self._kept.version <= version):
             self._kept = Copy(version, value)
 
-    def ahead(self, version: int, value: Any) -> None:
-        """Keeps a copy for the next step."""
-        self._ahead = Copy(version, value)
+    def is_last_use(self, copy: Copy, current: int) -> bool:
+        """Whether a copy that serves a step now may not serve the one after it."""
+        return copy.version != current and copy.served_steps + 1 >= self._policy.max_staleness
 
     def arrived(self, version: int, value: Any) -> None:
         """Keeps a copy of the version that was found to be current.
@@ -103,17 +93,15 @@ class Copies:
         if value is None:
             if self._kept is not None and self._kept.version == version:
                 self._kept.served_steps = 0
-        elif self._policy.cache is None:
-            self._ahead = Copy(version, value)
         else:
             self._kept = Copy(version, value)
 
     def drop(self) -> None:
-        """Drops all copies."""
-        self._kept = self._ahead = None
+        """Drops the copy."""
+        self._kept = None
 
     def reset(self) -> None:
-        """Drops all copies, and the versions that sessions have seen: their numbers start again."""
+        """Drops the copy, and the versions that sessions have seen: their numbers start again."""
         self.drop()
         self._known.clear()
         self._known_outside = 0

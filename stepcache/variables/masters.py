@@ -17,7 +17,6 @@ from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import Parameters, blank, describe, stand_in
-from stepcache.variables.link_times import fastest_route
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
     Layout,
@@ -28,7 +27,6 @@ from stepcache.variables.packing import (
 )
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
 from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
-from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 
@@ -115,7 +113,7 @@ class Master:
         self.write(packed)
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
-        """Starts to read what the next step will take, if the policy says so."""
+        """Starts to read a newer value for the next step, if the copy may not serve that."""
 
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
@@ -184,36 +182,32 @@ class InHostMemory(Master):
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
-        self._copies = Copies(policy)
+        self._copies, self._is_read_ahead = Copies(policy), False
 
     @property
-    def _may_cross_in_program(self) -> bool:
-        """Whether the policy asks for nothing that a program which reads the value cannot do."""
-        return not (self._policy.cache or self._policy.prefetch)
-
-    @functools.cached_property
     def _crosses_in_program(self) -> bool:
-        return self._may_cross_in_program and self._route.name == "gather"
+        """Whether a program may read the value by itself: no copy of it is kept."""
+        return self._policy.cache is None
 
     def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         planned = super().plan(variable, reader)
-        planned += self.plan_put(variable, reader) if reader.carried else ()
-        if self._policy.prefetch:
-            version, ahead = self.version + reader.carried, ", ahead of the next step"
-            planned += (self._plan_read(variable, version, reader, ahead),)
-        return planned
+        return planned + self.plan_put(variable, reader) if reader.carried else planned
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
+        devices = self._extent.devices
+        once = f"the value crosses the host's link once, not {devices} times"
+        chosen = "there is one device" if devices == 1 else once
+        read = ("host", "devices", "gather"), reader.arguments, links(*self.host_layout.read_bytes)
+        way, readers, moved = read
         if copy is None:
-            return (self._plan_read(variable, self.version, reader),)
-        there = ("host", "devices", "none", why, reader.arguments)
-        return (Transfer(variable, copy.version, *there, extent=self._extent),)
-
-    def _plan_read(self, variable: str, version: int, reader: Reader, more: str = "") -> Transfer:
-        route = self._route
-        rest = (route.name, route.why + more, reader.arguments, route.link_bytes)
-        return Transfer(variable, version, "host", "devices", *rest, self._extent)
+            return (Transfer(variable, self.version, *way, chosen, readers, moved, self._extent),)
+        there = ("host", "devices", "none", why, readers)
+        planned = (Transfer(variable, copy.version, *there, extent=self._extent),)
+        if self._copies.is_last_use(copy, self.version):
+            why = f"{chosen}, in the background for the next step"
+            planned += (Transfer(variable, self.version, *way, why, readers, moved, self._extent),)
+        return planned
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
@@ -231,25 +225,6 @@ class InHostMemory(Master):
         pairs = zip(self.host_layout.on_host, self.host_layout.on_device, strict=True)
         return extent_of(device for host, device in pairs if host is not None)
 
-    @functools.cached_property
-    def _route(self) -> Route:
-        policy, devices, measured = self._policy, self._devices, None
-        if policy.route == "auto" and self.is_here and len(devices) > 1:
-            about = self.layout.size_bytes, len(self.layout.buffers), self._may_cross_in_program
-            measured = fastest_route(devices, *about)
-        ahead = policy.prefetch and self.is_here
-        return Route(self.host_layout, *choose_route(policy.route, len(devices), ahead, measured))
-
-    @functools.cached_property
-    def is_here(self) -> bool:
-        """Whether all devices that get the value are those of this process."""
-        return all(device.process_index == jax.process_index() for device in self._devices)
-
-    @functools.cached_property
-    def _devices(self) -> frozenset:
-        buffers = self.host_layout.on_device
-        return frozenset().union(*(buffer.sharding.device_set for buffer in buffers))  # type: ignore[union-attr]
-
     def take(self, reader: Reader, meter: Meter) -> Packed:
         if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
@@ -260,10 +235,11 @@ class InHostMemory(Master):
             return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
         if copy is not None:
+            self._is_read_ahead = self._copies.is_last_use(copy, self.version)
             self._copies.served(copy, self.version)
             packed = copy.value
         else:
-            packed = self._route.read(self.packed, meter)
+            packed = transfer.read(self.packed, self.host_layout, meter)
             self._copies.fetches += 1
             self._copies.keep(self.version, packed)
         if reader.carried:
@@ -286,9 +262,10 @@ class InHostMemory(Master):
         self._copies.keep(self.version, transfer.free(packed))
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
-        if self._policy.prefetch:
-            packed = self._route.read(self.packed, meter, ahead=True)
-            self._copies.ahead(self.version, packed)
+        if self._is_read_ahead:
+            self._is_read_ahead = False
+            packed = transfer.read(self.packed, self.host_layout, meter, ahead=True)
+            self._copies.keep(self.version, packed)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         packed = transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter)
@@ -299,7 +276,7 @@ class InHostMemory(Master):
         self._copies.wrote(session, self.version)
 
     def on_devices(self, meter: Meter) -> Packed:
-        return Route(self.host_layout, "gather").read(self.packed, meter)
+        return transfer.read(self.packed, self.host_layout, meter)
 
     def leaves(self, meter: Meter) -> list[Any]:
         return transfer.look(self.packed, self.host_layout, meter)
@@ -352,6 +329,6 @@ def hold(
         return Master(transfer.pack(leaves, layout))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
-        check_for_pod(name, placement, policy)
+        check_for_pod(name, placement)
     on_host = host_layout(layout, mesh, name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

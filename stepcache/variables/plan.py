@@ -52,9 +52,9 @@ class Transfer:
     Attributes:
         variable, version: whose value it is.
         source, target: the memories.
-        route: "each", "fanout" or "gather" for a read, "copy" for one from another process,
+        route: "gather" for a read, "copy" for one from another process,
             "scatter" for a write; "none" where nothing moves.
-        why: what chose the route, or why nothing moves.
+        why: why so, or why nothing moves.
         readers: the arguments that it is for; several share one transfer.
         link_bytes: bytes that cross each link.
         extent: of the value on the devices, whether it moves or not.

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec
 from stepcache.errors import OptionError, VariablesError
 from stepcache.sharding import Rules
 
-ROUTES = ("auto", "each", "fanout", "gather")
 CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
+_ROUTE = "each device copies its share, and all gather: the value crosses the host's link once"
+_PREFETCH = "max_staleness=k reads a newer value in the background while a copy may still serve"
 _WIRE = (
     "it only costs time on one machine; store the values in the dtype that is to travel, such as "
     "bfloat16"
@@ -157,7 +158,12 @@ def on_host(placement: Placement) -> OnHost:
     return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
 
 
-@_without(wire=_WIRE, max_age="max_staleness bounds how many steps a copy may serve")
+@_without(
+    wire=_WIRE,
+    max_age="max_staleness bounds how many steps a copy may serve",
+    route=_ROUTE,
+    prefetch=_PREFETCH,
+)
 @dataclass(frozen=True, slots=True)
 class Read:
     """How a step reads variables whose master copy is in another memory.
@@ -165,18 +171,11 @@ class Read:
     Attributes:
         cache: None copies the value at each call of a step. "device" keeps a copy in device memory,
             which is valid while its version is the newest: a write invalidates it for all readers.
-        max_staleness: number of steps, after the one that fetched a copy, that the copy may serve
-            before its version is checked.
-        prefetch: read the value for the next step while this one computes. This takes device memory
-            for one more copy. It is an error together with `cache`, except for variables of
-            another process: there it fetches a new copy if the kept one may not serve the next
-            step. The step uses what was prefetched if it is still current, or if `max_staleness`
-            allows it.
-        route: how one value reaches several devices. "each": every device copies all of it from the
-            host. "fanout": one device copies it, and passes it to the others. "gather": every
-            device copies its share, and a program all-gathers the shares after the previous step.
-            "auto": the fastest as `advise` has measured here, else "gather"; for a prefetch in one
-            process "fanout". `explain()` says which, and why.
+        max_staleness: number of steps that a copy may serve after the last call at which it was
+            known to be current. For the next step after those, a newer value is read in the
+            background, while the last of them computes; this takes device memory for one more copy.
+
+    Every device copies its share of a value from the host, and all of them gather.
 
     Raises:
         OptionError: a field has no such value, or two fields contradict each other.
@@ -188,21 +187,12 @@ class Read:
 
     cache: Literal["device"] | None = None
     max_staleness: int = 0
-    prefetch: bool = False
-    route: Literal["auto", "each", "fanout", "gather"] = "auto"
 
     def __post_init__(self):
-        _check_choices(self, cache=CACHES, route=ROUTES)
+        _check_choices(self, cache=CACHES)
         steps = self.max_staleness
         is_legal = _is_number(steps, int)
         _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
-        _check(
-            isinstance(self.prefetch, int) and self.prefetch in (0, 1),
-            "prefetch says whether the value for the next step is read ahead",
-            *("Read", "True or False", self.prefetch),
-            hint="a read further ahead than the next step is not supported",
-        )
-        object.__setattr__(self, "prefetch", bool(self.prefetch))
         if self.cache is None and steps:
             what = f"cache=None contradicts max_staleness={steps}"
             raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
@@ -306,35 +296,21 @@ def check_policies(placement: object, read: object, write: object) -> None:
     check_kinds(placement, read, write)
     assert isinstance(read, Read) and isinstance(write, Write)
     if not isinstance(placement, OnHost) and read != Read():
-        raise _without_effect(
-            str(read),
-            "the master copy is on the devices already, and steps take it as it is",
-            "remove it, or use placement=OnHost()",
-        )
-    if read.cache and read.prefetch:
-        raise _without_effect(
-            "prefetch=True",
-            f"cache={read.cache!r} keeps a copy, and a value is read when that is out of date",
-            "remove one of them",
+        raise OptionError(
+            f"{read} would do nothing: the master copy is on the devices already, and steps take "
+            "it as it is",
+            where="Variables(read=...)",
+            hint="remove it, or use placement=OnHost()",
         )
 
 
-def _without_effect(option: str, why: str, hint: str) -> OptionError:
-    what = f"{option} would do nothing: {why}"
-    return OptionError(what, where="Variables(read=...)", hint=hint)
-
-
-def check_for_pod(name: str, placement: OnHost, policy: Read) -> None:
-    """Raises `VariablesError` for a policy that needs the whole value in one process of a pod."""
-    for what, given, possible in (
-        ("Read(route=…)", policy.route, ("auto", "gather")),
-        ("OnHost(update=…)", placement.update, ("device",)),
-    ):
-        if given not in possible:
-            raise VariablesError(
-                f"{what} needs the whole value in one process, and each process of a pod holds a "
-                "share",
-                where=name,
-                expected=" or ".join(map(repr, possible)),
-                got=repr(given),
-            )
+def check_for_pod(name: str, placement: OnHost) -> None:
+    """Raises `VariablesError` for what needs the whole value in one process of a pod."""
+    if placement.update == "host":
+        raise VariablesError(
+            "OnHost(update=…) needs the whole value in one process, and each process of a pod "
+            "holds a share",
+            where=name,
+            expected="'device'",
+            got=repr(placement.update),
+        )

@@ -53,6 +53,14 @@ class HostLayout(Layout):
         return sum(shards_bytes(host) for host in self.on_host if host is not None)
 
     @functools.cached_property
+    def read_bytes(self) -> tuple[int, int]:
+        """Bytes that a read moves over the hosts' links, and between devices."""
+        pairs = zip(self.on_host, self.on_device, strict=True)
+        read = [(shards_bytes(host), shards_bytes(device)) for host, device in pairs if host]
+        crossing = sum(host for host, _ in read)
+        return crossing, sum(device for _, device in read) - crossing
+
+    @functools.cached_property
     def bytes_here(self) -> tuple[int, int]:
         """Bytes that a read moves in this process: over the hosts' links, and between devices."""
         pairs = zip(self.on_host, self.on_device, strict=True)

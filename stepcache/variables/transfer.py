@@ -1,6 +1,6 @@
 """Moves values between numpy, devices and host memory, and counts the bytes that cross each link.
 
-`routes.py` reads from host memory to the devices. Nothing else in the package moves an array.
+Nothing else in the package moves an array.
 """
 
 from __future__ import annotations
@@ -92,6 +92,22 @@ def copy(array: jax.Array) -> jax.Array:
 def copied(packed: Packed) -> Packed:
     """The same value in buffers of its own."""
     return Packed(packed.layout, tuple(map(copy, packed.buffers)))
+
+
+def read(packed: Packed, layout: HostLayout, meter: Meter, *, ahead: bool = False) -> Packed:
+    """Copies a value from host memory to the devices, perhaps beside a running step.
+
+    Each device copies its share, and all gather: the value crosses the host's link once.
+    """
+    targets = (layout.read_ahead if ahead else layout.read)(list(packed.buffers))
+    buffers = []
+    for host, source, target in zip(layout.on_host, packed.buffers, targets, strict=True):
+        # What stays on the devices is copied: the step may donate what it takes.
+        buffers.append(copy(source) if target is source else target)
+        if host is not None:
+            meter[HOST_LINK] += bytes_here(source)
+            meter[DEVICE_LINK] += bytes_here(target) - bytes_here(source)
+    return free(Packed(packed.layout, tuple(buffers)))
 
 
 def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:

@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -33,7 +33,6 @@ from stepcache.variables.describing import (
     mesh_text,
     named_leaves,
 )
-from stepcache.variables.link_measuring import fastest_read
 from stepcache.variables.masters import LOST, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
 from stepcache.variables.packing import Layout, bytes_per_device
@@ -68,8 +67,7 @@ class Variables(NoTree, Savable, Holder):
         placement: where the master copy is: `Replicated()`, `Sharded(rules)` or `OnHost(...)`. With
             `Replicated()` in a session with a mesh, the session's rules place the leaves, except
             those that are on the mesh already.
-        read: how steps read a master copy in another memory. "auto" is the fastest policy, as
-            measured on this machine, that changes no result (see `advise`).
+        read: how steps read a master copy in another memory (`advise` tries the policies).
         write: what `push` does.
         name: the name in plans and messages, with which the paths for rules begin.
         pack: keep leaves below 64 KiB of one dtype and sharding in one buffer, which the program
@@ -88,14 +86,12 @@ class Variables(NoTree, Savable, Holder):
         tree: Any,
         *,
         placement: Placement = Replicated(),
-        read: Read | Literal["auto"] = Read(),
+        read: Read = Read(),
         write: Write = Write(),
         name: str | None = None,
         pack: bool = False,
     ):
         check_not_tracing("variables cannot be made", name or "Variables")
-        if read == "auto":
-            read = fastest_read(placement, tree, current_placer())
         self._set_up(placement, read, write, name, pack)
         made = Meter()  # Not recorded: no budget and no statistics cover making variables.
         target = getattr(current_reader(), "target", None)

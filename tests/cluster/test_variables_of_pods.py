@@ -40,7 +40,6 @@ PLACEMENTS = {
     "replicated": (sc.Replicated(), sc.Read()),
     "sharded": (sc.Sharded([("a$", P(None, "data")), ("", P())]), sc.Read()),
     "on host": (sc.OnHost(), sc.Read()),
-    "on host, prefetched": (sc.OnHost(), sc.Read(prefetch=1)),
     "on host, kept": (sc.OnHost(), sc.Read(cache="device")),
     "on host, split": (sc.OnHost(sc.Sharded([("a$", P(None, "data")), ("", P())])), sc.Read()),
 }
@@ -82,7 +81,6 @@ with sc.Session(mesh):
         "replicated",
         "sharded",
         "on host",
-        "on host, prefetched",
         "on host, kept",
         "on host, split",
     ):
@@ -148,14 +146,13 @@ def test_what_was_saved_goes_on_on_another_number_of_processes(
 def test_what_needs_the_whole_in_one_process_is_refused(shared_pod, tmp_path):
     script = """
     with sc.Session(mesh):
-        for how in (dict(read=sc.Read(route="each")), dict(placement=sc.OnHost(update="host"))):
-            try:
-                sc.Variables(np.ones(8), **({"placement": sc.OnHost()} | how))
-            except sc.VariablesError as error:
-                say("refused", str(error).splitlines()[0])
+        try:
+            sc.Variables(np.ones(8), placement=sc.OnHost(update="host"))
+        except sc.VariablesError as error:
+            say("refused", str(error).splitlines()[0])
     """
     for rank in succeeded(shared_pod(2).run(tmp_path, script)):
-        assert len(rank.said("refused")) == 2
+        assert len(rank.said("refused")) == 1
 
 
 TOGETHER = """

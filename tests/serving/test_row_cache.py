@@ -103,8 +103,6 @@ def test_a_step_takes_rows_of_the_cache(connection, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"read": sc.Read(prefetch=True)},
-        {"read": sc.Read(cache="device", route="gather")},
         {"read": "device"},
         {"cache_rows": 10},
         {"read": sc.Read(cache="device"), "cache_rows": 0},

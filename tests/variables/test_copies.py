@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from moving import live_buffers, live_bytes, session, watching
+from moving import session, watching
 
 import stepcache as sc
 from stepcache.variables.copies import Copies
@@ -162,28 +162,16 @@ def test_a_session_that_looked_is_not_taken_back():
     assert store.read(mine) == 1
 
 
-def test_what_is_fetched_ahead_serves_once():
-    copies = Copies(sc.Read(prefetch=True))
-    copies.ahead(0, "value")
-    copy, why = copies.serving(None, 0)
-    assert copy is not None and copy.value == "value" and why == "it was prefetched"
-    copies.served(copy, 0)
-    assert copies.serving(None, 0) == (None, "no copy is kept")
-
-
-def test_what_is_fetched_ahead_is_dropped_by_a_write():
-    copies = Copies(sc.Read(prefetch=True))
-    copies.ahead(0, "value")
-    copies.wrote(Session(), 1)
+def test_the_last_use_of_a_stale_copy_is_known():
+    copies = Copies(sc.Read(cache="device", max_staleness=2))
+    copies.keep(0, "value")
+    copy, _ = copies.serving(None, 0)
+    assert not copies.is_last_use(copy, 0), "it is current"
+    assert not copies.is_last_use(copy, 1)
+    copies.served(copy, 1)
+    assert copies.is_last_use(copy, 1)
+    copies.served(copy, 1)
     assert copies.serving(None, 1)[0] is None
-    assert copies.serving(None, 0)[0] is None, "and does not keep its memory"
-
-
-def test_what_is_fetched_ahead_becomes_the_copy_where_one_is_kept():
-    copies = Copies(sc.Read(cache="device", prefetch=True))
-    copies.ahead(3, "value")
-    copies.served(copies.serving(None, 3)[0], 3)
-    assert copies.serving(None, 3)[1] == "a copy of version 3 is there"
 
 
 def test_an_older_value_that_arrives_late_does_not_replace_a_newer():
@@ -201,7 +189,6 @@ def test_an_older_value_that_arrives_late_does_not_replace_a_newer():
 def test_drop_lets_go_of_everything():
     copies = Copies(sc.Read(cache="device"))
     copies.keep(0, "value")
-    copies.ahead(0, "value")
     copies.drop()
     assert copies.serving(None, 0) == (None, "there is no copy yet")
 
@@ -283,49 +270,26 @@ def test_without_a_cache_each_call_reads():
     assert [call[HOST_LINK] for call in moved.calls] == [V] * 3
 
 
-def test_prefetch_reads_ahead_once_and_uses_it():
+def test_a_newer_value_is_read_in_the_background_for_the_step_after_the_last_late_one():
     total = sc.step(lambda state: state.sum())
-    bump = sc.step(lambda state: state + 1, carry="state")
-    with session("8"), watching() as moved:
-        value = hosted(sc.Read(prefetch=True))
-        (now, ahead) = total.explain(value).plan.transfers
-        assert (now.route, ahead.route) == ("fanout", "fanout")
-        assert ahead.why.endswith("ahead of the next step")
-        assert float(total(value)) == 10_000
-        (now, ahead) = total.explain(value).plan.transfers
-        assert (now.route, now.why, ahead.route) == ("none", "it was prefetched", "fanout")
-        assert float(total(value)) == 10_000
-        assert [call[HOST_LINK] for call in moved.calls] == [2 * V, V]
-        (now, back, ahead) = bump.explain(value).plan.transfers
-        assert [each.version for each in (now, back, ahead)] == [0, 1, 1]
-        bump(value)
-        assert moved.calls[2][HOST_LINK] == 2 * V, "written, and read ahead"
-        assert float(total(value)) == 20_000
-        assert moved.calls[3][HOST_LINK] == V
-
-
-def test_a_write_between_drops_what_was_fetched_ahead():
-    total = sc.step(lambda state: state.sum())
-    with session("8"), watching() as moved:
-        value = hosted(sc.Read(prefetch=True))
+    mine, yours = session("8"), session("8")
+    with mine:
+        value = hosted(sc.Read(cache="device", max_staleness=2))
         total(value)
+    with yours:
         value.assign(np.full(10_000, 3, np.float32))
-        (now, _) = total.explain(value).plan.transfers
-        assert now.route == "fanout" and now.version == 1
-        assert float(total(value)) == 30_000
-        assert [call[HOST_LINK] for call in moved.calls] == [2 * V, V, 2 * V]
-
-
-def test_what_is_fetched_ahead_holds_one_copy():
-    total = sc.step(lambda state: state.sum())
-    with session("8"):
-        value = hosted(sc.Read(prefetch=True))
-        before = live_buffers()
-        for _ in range(4):
-            total(value)
-        assert live_bytes(before) == {"device": 8 * V}
-        value.assign(np.zeros(10_000, np.float32))
-        assert not live_bytes(before)["device"]
+    with mine, watching() as moved:
+        (now,) = total.explain(value).plan.transfers
+        assert now.route == "none" and float(total(value)) == 10_000
+        now, ahead = total.explain(value).plan.transfers
+        assert (now.route, now.version) == ("none", 0)
+        assert (ahead.route, ahead.version) == ("gather", 1)
+        assert ahead.why.endswith("in the background for the next step")
+        assert float(total(value)) == 10_000
+        assert [call.get(HOST_LINK) for call in moved.calls] == [V]
+        (now,) = total.explain(value).plan.transfers
+        assert (now.route, now.why) == ("none", "a copy of version 1 is there")
+        assert float(total(value)) == 30_000 and len(moved.calls) == 1
 
 
 def test_a_failing_step_does_not_lose_the_next_read():
@@ -335,7 +299,7 @@ def test_a_failing_step_does_not_lose_the_next_read():
             raise RuntimeError("in the trace")
         return state + 1
 
-    for read in (sc.Read(prefetch=True), sc.Read(cache="device")):
+    for read in (sc.Read(), sc.Read(cache="device")):
         with session("8"):
             value = hosted(read)
             step(value)
@@ -361,8 +325,9 @@ def test_a_stale_copy_serves_so_many_steps_more(k):
     with yours:
         value.push(np.ones(10_000, np.float32))
     with mine, watching() as moved:
-        (planned,) = look.explain(value).plan.transfers
+        planned, *ahead = look.explain(value).plan.transfers
         assert (planned.route, planned.version, value.version) == ("none", 0, 1)
+        assert len(ahead) == (k == 1)
         assert "which max_staleness allows" in planned.why
         assert [float(look(value)) for _ in range(k + 2)] == [0.0] * k + [1.0, 1.0]
     assert len(moved.calls) == 1
@@ -383,12 +348,9 @@ def test_a_stale_copy_serves_so_many_steps_more(k):
 
 READS = (
     sc.Read(),
-    sc.Read(prefetch=True),
-    sc.Read(route="each"),
     sc.Read(cache="device"),
-    sc.Read(cache="device", max_staleness=2),
-    sc.Read(cache="device", max_staleness=3, route="fanout"),
-    sc.Read(route="fanout"),
+    sc.Read(cache="device", max_staleness=1),
+    sc.Read(cache="device", max_staleness=3),
 )
 
 

@@ -396,7 +396,7 @@ def test_a_lost_value_is_restored_with_a_state_that_was_not_made_yet(tmp_path):
     assert_same(first.value, variables.value)
 
 
-@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device")], ids=str)
 def test_a_master_in_host_memory_is_not_lost(read):
     """Random keys stay on the devices, and are copied all the same."""
 

@@ -120,9 +120,7 @@ def on_host(read):
 READS = (
     sc.Read(),
     sc.Read(cache="device"),
-    sc.Read(prefetch=1),
-    sc.Read(route="each"),
-    sc.Read(route="fanout"),
+    sc.Read(cache="device", max_staleness=1),
 )
 
 
@@ -147,12 +145,7 @@ def test_adam_with_its_moments_on_the_host_computes_what_it_computes_without(mes
 @pytest.mark.sample(every=12)
 @pytest.mark.parametrize(
     ("mesh", "read"),
-    [(mesh, sc.Read(prefetch=ahead)) for mesh in MESHES for ahead in (0, 1)]
-    + [
-        (mesh, sc.Read(route=route))
-        for mesh in ("no mesh", "8", "4x2 explicit")
-        for route in ("each", "fanout")
-    ],
+    [(mesh, sc.Read(cache=cache)) for mesh in MESHES for cache in (None, "device")],
     ids=str,
 )
 @pytest.mark.parametrize("pack", [False, True])
@@ -186,8 +179,8 @@ def test_every_kind_of_leaf_goes_to_the_host_and_back(mesh, read, pack):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("route", ["each", "gather"])
-def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
+@pytest.mark.parametrize("cache", [None, "device"])
+def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, cache):
     tree = {
         "w": np.arange(64 * 16, dtype=np.float32).reshape(64, 16),
         "u": np.arange(6 * 3, dtype=np.float32).reshape(6, 3),
@@ -198,7 +191,7 @@ def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
     step = sc.step(bump, carry="state")
     with session(mesh):
         placement = sc.OnHost(on_device=sc.Sharded(rules))
-        hosted = sc.Variables(tree, placement=placement, read=sc.Read(route=route))
+        hosted = sc.Variables(tree, placement=placement, read=sc.Read(cache=cache))
         sharded = sc.Variables(tree, placement=sc.Sharded(rules))
         for _ in range(2):
             step(hosted)
@@ -206,7 +199,7 @@ def test_a_value_that_is_read_lies_where_rules_say(mesh, rules, route):
         assert_same(sharded.value, on_devices(hosted))
         assert on_devices(hosted)["w"].sharding.shard_shape((64, 16)) != (64, 16)
         assert_same_in_numpy(sharded.value, hosted.value)
-        assert step.stats().misses == 1 + (jaxcompat.PRIVATE_API and route == "gather")
+        assert step.stats().misses == 1 + (jaxcompat.PRIVATE_API and cache is None)
 
 
 def test_rules_need_a_mesh_for_values_that_are_read_too():
@@ -277,7 +270,7 @@ def test_values_without_elements_that_are_split_can_be_looked_at():
     empty = np.zeros((2, 0), np.float32)
     with session("2x2"):
         placement = sc.OnHost(on_device=sc.Sharded([("/w$", P("data"))]))
-        state = sc.Variables({"w": empty}, placement=placement, read=sc.Read(route="each"))
+        state = sc.Variables({"w": empty}, placement=placement, read=sc.Read(cache="device"))
         state = sc.step(lambda state: {"w": -state["w"]}, carry="state")(state)
         assert_same_in_numpy({"w": empty}, state.value)
 
@@ -395,9 +388,8 @@ def test_device_memory_between_steps_falls_by_the_size_of_the_moments(mesh):
     _, hosted = held(sc.Read())
     assert resident["device"] - hosted["device"] == size * devices
     assert size <= hosted["pinned_host"] < size + 64 * devices
-    _, fetched_ahead = held(sc.Read(prefetch=1))
     _, kept = held(sc.Read(cache="device"))
-    assert fetched_ahead["device"] == kept["device"] == resident["device"]
+    assert kept["device"] == resident["device"]
 
 
 def test_devices_without_memory_of_the_host(monkeypatch):
@@ -523,7 +515,7 @@ def test_several_on_the_host_in_one_call():
         rate = sc.Variables(
             {"r": np.float32(2)}, placement=sc.OnHost(), read=sc.Read(cache="device")
         )
-        factor = sc.Variables(np.float32(3), placement=sc.OnHost(), read=sc.Read(prefetch=1))
+        factor = sc.Variables(np.float32(3), placement=sc.OnHost())
         for _ in range(3):
             state, total = step(state, rate, [factor])
         assert [each.version for each in (*state.values(), rate, factor)] == [3, 3, 0, 0]
@@ -609,7 +601,7 @@ def test_another_mesh_is_refused():
     assert hosted.version == 1
 
 
-@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device")], ids=str)
 def test_without_a_mesh_a_value_follows_the_other_arguments_of_each_call(read):
     step = sc.step(lambda state, x: (state + x, None), carry="state")
     hosted = sc.Variables(np.zeros(3, np.float32), placement=sc.OnHost(), read=read)
@@ -618,19 +610,19 @@ def test_without_a_mesh_a_value_follows_the_other_arguments_of_each_call(read):
     np.testing.assert_array_equal(hosted.value, 3)
 
 
-@pytest.mark.parametrize("read", [sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
-def test_without_a_mesh_a_value_is_read_to_the_default_device(read):
+def test_without_a_mesh_a_value_is_read_to_the_default_device():
+    read = sc.Read(cache="device")
     step = sc.step(lambda state: state + 1)
     with jax.default_device(jax.devices()[3]):
         hosted = sc.Variables(np.zeros(3, np.float32), placement=sc.OnHost(), read=read)
         step(hosted)
-        copy = hosted._master._copies._kept or hosted._master._copies._ahead
+        copy = hosted._master._copies._kept
         assert [array.devices() for array in copy.value.buffers] == [{jax.devices()[3]}]
 
 
 def test_layouts_and_their_programs_go_with_the_variables():
     tree = {"many": np.zeros(1013, np.float32), "one": 0.5, "weak": jnp.full(7, 0.5)}
-    hosted = sc.Variables(tree, placement=sc.OnHost(), read=sc.Read(route="each"))
+    hosted = sc.Variables(tree, placement=sc.OnHost(), read=sc.Read(cache="device"))
     step = sc.step(lambda state: (state, None), carry="state")
     step(hosted)
     hosted.assign(hosted.value)
@@ -644,7 +636,7 @@ def test_layouts_and_their_programs_go_with_the_variables():
 # ---- threads ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device"), sc.Read(prefetch=1)], ids=str)
+@pytest.mark.parametrize("read", [sc.Read(), sc.Read(cache="device")], ids=str)
 @pytest.mark.parametrize("mesh", ["no mesh", "1"])
 def test_two_threads_write_and_a_third_sees_whole_versions(mesh, read):
     step = sc.step(bump, carry="state")

@@ -19,7 +19,6 @@ import stepcache as sc
 from stepcache.variables import transfer
 from stepcache.variables.masters import InHostMemory, Reader
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Plan, Transfer
-from stepcache.variables.routes import Route, choose_route
 from stepcache.variables.shares import HostLayout
 
 # ---- predicted equals measured ---------------------------------------------------------------
@@ -30,13 +29,13 @@ class Arrivals:
 
     def __init__(self, patch):
         self.bytes = 0
-        read, write = Route.read, transfer.write
+        read, write = transfer.read, transfer.write
         counted_read = functools.wraps(read)(
-            lambda route, *args, **kwargs: self._counted(
-                read(route, *args, **kwargs), route.layout.on_device, route.layout
+            lambda packed, layout, *args, **kwargs: self._counted(
+                read(packed, layout, *args, **kwargs), layout.on_device, layout
             )
         )
-        patch.setattr(Route, "read", counted_read)
+        patch.setattr(transfer, "read", counted_read)
         patch.setattr(
             transfer,
             "write",
@@ -106,11 +105,7 @@ def rules_for(draw, tree, mesh):
     return rules
 
 
-READS = st.builds(
-    lambda kept, route: sc.Read(**kept, route=route),
-    st.sampled_from([{}, {}, {"prefetch": True}, {"cache": "device"}, {"cache": "device"}]),
-    st.sampled_from(["auto", "each", "fanout", "gather"]),
-)
+READS = st.sampled_from([sc.Read(), *(sc.Read(cache="device", max_staleness=n) for n in (0, 1, 2))])
 MESHES = [*SHAPES, "8 explicit", "4x2 explicit"]
 
 
@@ -160,7 +155,7 @@ def test_predicted_bytes_are_the_bytes_that_move(data):
             assert moved.calls[before:] == [explained.plan.link_bytes] * bool(arrivals.bytes)
             for planned in explained.plan.transfers:
                 index = [each.name for each in made].index(planned.variable)
-                writes = planned.route == "scatter" or ", ahead" in planned.why
+                writes = planned.route == "scatter" or "in the background" in planned.why
                 assert planned.version == (made[index].version if writes else versions[index])
         total = carried_step.stats().moved_bytes + reading_step.stats().moved_bytes
         assert total + assigned_bytes == moved.host_bytes + moved.device_bytes
@@ -229,26 +224,20 @@ def read_often(mesh, read, steps=3, size=10_000, readers=1):
 
 
 @pytest.mark.parametrize(("mesh", "devices"), [("1", 1), ("2", 2), ("8", 8), ("4x2", 8)])
-def test_bytes_of_each_route(mesh, devices):
-    """`gather` and `fanout` move the value over the host's link once, `each` once a device."""
-    rest = (devices - 1) * V
-    assert read_often(mesh, sc.Read(route="gather")) == [(V, rest)] * 3
-    assert read_often(mesh, sc.Read(route="auto")) == [(V, rest)] * 3
-    assert read_often(mesh, sc.Read(route="fanout")) == [(V, rest)] * 3
-    assert read_often(mesh, sc.Read(route="each")) == [(devices * V, 0)] * 3
+def test_a_value_crosses_the_hosts_link_once_for_all_devices(mesh, devices):
+    assert read_often(mesh, sc.Read()) == [(V, (devices - 1) * V)] * 3
 
 
-@pytest.mark.parametrize("route", ["gather", "auto", "fanout"])
-def test_a_copy_on_the_device_moves_each_version_once(route):
+def test_a_copy_on_the_device_moves_each_version_once():
     """However many steps and readers: the lower bound."""
-    calls = read_often("8", sc.Read(cache="device", route=route), steps=4, readers=3)
+    calls = read_often("8", sc.Read(cache="device"), steps=4, readers=3)
     assert calls == [(V, 7 * V)]
     total, bump = (
         sc.step(lambda state: state.sum()),
         sc.step(lambda state: state + 1, carry="state"),
     )
     with session("8"), watching() as moved:
-        read = sc.Read(cache="device", route=route)
+        read = sc.Read(cache="device")
         hosted = sc.Variables(np.ones(10_000, np.float32), placement=sc.OnHost(), read=read)
         for _ in range(3):
             bump(hosted)
@@ -259,12 +248,10 @@ def test_a_copy_on_the_device_moves_each_version_once(route):
 def test_padding_is_less_than_a_value_for_each_device_and_buffer():
     """Shares are equal, so the last of them may hold less than it moves."""
     for size in (1, 7, 9, 9_999, 10_001):
-        ((host, between),) = read_often("8", sc.Read(route="gather"), steps=1, size=size)
+        ((host, between),) = read_often("8", sc.Read(), steps=1, size=size)
         padded = -(-size // 8) * 8
         assert host == 4 * padded < 4 * (size + 8)
         assert between == 8 * 4 * size - host
-        ((host, between),) = read_often("8", sc.Read(route="fanout"), steps=1, size=size)
-        assert (host, between) == (4 * size, 7 * 4 * size), "whole values have no padding"
 
 
 def test_a_write_moves_every_share_once():
@@ -288,32 +275,14 @@ def test_resident_variables_move_nothing():
     assert (only.route, only.why) == ("none", "the master copy is there")
 
 
-@pytest.mark.parametrize(
-    ("asked", "devices", "ahead", "route", "why"),
-    [
-        ("each", 8, False, "each", "asked for"),
-        ("fanout", 1, False, "fanout", "asked for"),
-        ("gather", 8, True, "gather", "asked for"),
-        ("auto", 1, False, "gather", "one device"),
-        ("auto", 8, False, "gather", "once, not 8 times"),
-        ("auto", 8, True, "fanout", "beside a step"),
-    ],
-)
-def test_a_route_has_a_reason(asked, devices, ahead, route, why):
-    chosen, because = choose_route(asked, devices, ahead)
-    assert chosen == route and why in because
-
-
-def test_explain_gives_the_reason_of_a_route():
+def test_explain_says_how_often_a_value_crosses():
     total = sc.step(lambda state: state.sum())
-    for mesh, route, why in (
-        ("1", "auto", "there is one device"),
-        ("8", "auto", "the value crosses the host's link once, not 8 times"),
-        ("8", "each", "asked for"),
+    for mesh, why in (
+        ("1", "there is one device"),
+        ("8", "the value crosses the host's link once, not 8 times"),
     ):
         with session(mesh):
-            read = sc.Read(route=route)
-            hosted = sc.Variables(np.ones(100_000, np.float32), placement=sc.OnHost(), read=read)
+            hosted = sc.Variables(np.ones(100_000, np.float32), placement=sc.OnHost())
             explained = total.explain(hosted)
         (only,) = explained.plan.transfers
         assert only.why == why and why in " ".join(str(explained).split())
@@ -433,7 +402,7 @@ def test_explain_runs_nothing_and_moves_nothing():
 
     step = sc.step(refuse, carry="state")
     with session("8"):
-        read = sc.Read(prefetch=1)
+        read = sc.Read(cache="device", max_staleness=1)
         hosted = sc.Variables(np.ones(10_001, np.float32), placement=sc.OnHost(), read=read)
         hosted.block_until_ready()
         with watching() as moved:
