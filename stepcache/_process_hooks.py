@@ -105,6 +105,19 @@ def at_end_of_child(function: Callable[[], None]) -> None:
         _at_ends[function] = util.Finalize(None, function, exitpriority=-100)  # The last.
 
 
+def fail_at_exit_if(has_failed: Callable[[], bool]) -> None:
+    """Has the process end with exit code 1 if something has failed, after all exit handlers."""
+
+    def fail() -> None:
+        if has_failed():
+            atexit.unregister(fail)
+            atexit._run_exitfuncs()  # The others'.
+            print(end="", flush=True)
+            os._exit(1)
+
+    atexit.register(fail)
+
+
 def exit_after(seconds: float) -> Callable[[], None]:
     """Ends the process later, unless what is returned is called; also while Python shuts down."""
     faulthandler.dump_traceback_later(seconds, exit=True)
@@ -117,13 +130,8 @@ def at_fork(**functions: Callable[[], Any]) -> None:
         os.register_at_fork(**functions)
 
 
-def _reset() -> None:
-    """Undoes in a forked child what threads asked for that are not there."""
-    for each in shared:
-        each.reset()
-
-
-at_fork(after_in_child=_reset)
+# A forked child undoes what threads asked for that are not there.
+at_fork(after_in_child=lambda: [each.reset() for each in shared])
 
 
 @contextlib.contextmanager

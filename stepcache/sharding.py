@@ -256,7 +256,8 @@ class Placer:
                     where=path,
                     expected=f"a multiple of {parts}, the size of {names}",
                     got=f"size {size}, in shape {list(shape)}",
-                    hint=f"pad dimension {dimension}, or give this path a rule of its own, such as "
+                    hint=("let the step pad it, pad=sc.Pad(…)" if rule is None else "pad it")
+                    + f"; or give this path a rule of its own, such as "
                     f'("{re.escape(path)}", PartitionSpec()) to replicate it',
                 )
 

@@ -61,7 +61,7 @@ SIZES = {
     "link": 900,
     "jaxcompat": 1_750,
     "sharding": 279,
-    "_process_hooks": 141,
+    "_process_hooks": 150,
     "errors events units origin weak_objects _changes": 900,
 }
 # Rooms of one floor that must not know each other at all.

@@ -96,7 +96,7 @@ class Use:
             for path, token in each._made_of.items()
         }
         step, made = self._spec.name, ", ".join(each.name for each in new)
-        with peers.round(step, f"new variables ({made})") as round:
+        with peers.round(step, f"passes new variables ({made})") as round:
             compare(round, f"in variables that {step} is called with", {tuple(peers.ranks): tokens})
         for each in new:
             each._made_of = {}

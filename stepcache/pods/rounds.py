@@ -60,7 +60,7 @@ class Round:
         ranks: the processes.
         watch: detects lost processes.
         label: what the processes agree on, for messages.
-        reason: why this process needs the agreement, in one line; may be empty.
+        reason: what this process needs the agreement for, in one line; may be empty.
         timeout_seconds: how long to wait for processes that do not take part. Those that have
             announced that they will, or have contributed once, are waited for while they live.
     """
@@ -209,7 +209,7 @@ class Round:
 
     @staticmethod
     def _why(rank: int, reason: str) -> str:
-        return f"; rank {rank} needs a new program: {reason}" if reason else ""
+        return f"; rank {rank} {reason}" if reason else ""
 
     @contextlib.contextmanager
     def _losses_raised(self) -> Iterator[None]:
@@ -230,7 +230,7 @@ class Round:
         Args:
             late: spans of the ranks that did not take part in time.
             by: the rank that gave up.
-            reason: why that rank needed the agreement.
+            reason: what that rank needed the agreement for.
         """
         ranks = ranks_in(late)
         why = self._why(by, reason)
@@ -244,8 +244,6 @@ class Round:
             f"{readable_ranks(ranks)} did not take part in the agreement on {self._label} within "
             f"{self._timeout_seconds:.0f} s{why}",
             sides=(tuple(ranks),),
-            expected=f"a call that needs a new program, on {readable_ranks(self.ranks)}",
-            got=f"no such call on {readable_ranks(ranks)}",
             hint=SAME_CALLS,
         )
 
@@ -266,7 +264,7 @@ class Peers:
 
         Args:
             label: what the processes agree on, for messages.
-            reason: why this process needs a new program, in one line.
+            reason: what this process does, in one line: "needs a new program: …".
             patient: wait without a time limit while all processes live.
         """
         seconds = float("inf") if patient else self._agree_seconds
@@ -279,13 +277,20 @@ class Peers:
             finally:
                 current.close()
 
-    def gather(self, label: str, payload: bytes) -> dict[int, bytes]:
+    def gather(
+        self, label: str, payload: bytes, reason: str = "", *, patient: bool = True
+    ) -> dict[int, bytes]:
         """Waits for all processes; returns the contribution of each, by rank.
+
+        Args:
+            label, reason, patient: as for `round`.
+            payload: the contribution of this process.
 
         Raises:
             RankLostError: a process was lost.
+            AgreementError: one did not take part in time.
         """
-        with self.round(label, patient=True) as current:
+        with self.round(label, reason, patient=patient) as current:
             return current.gather("gathered", payload)
 
     def guarded(self, work: Callable[[], T]) -> T:

@@ -122,7 +122,8 @@ class Resolver:
                     raise OptionError("trust= is for one process, and not for a pod", where=name)
                 from stepcache.programs.together import building
 
-                joining = building(peers, name, request, described(), scope.cache, miss.in_a_line)
+                reason = f"needs a new program: {miss.in_a_line}"
+                joining = building(peers, name, request, described(), scope.cache, reason)
             arguments = self._spec, request, stopwatch, scope.cache.executable, store
             with joining as together:
                 program, publication = build(*arguments, before_compiling, together, release)

@@ -139,7 +139,7 @@ def compare_call_values(name: str, request: Request, peers: Peers) -> None:
     Raises `AgreementError` if they differ or one is late, `RankLostError` if one was lost.
     """
     values = {tuple(peers.ranks): _replicated_host_values(request) or {}}
-    with peers.round(name, "its first call since it was warmed") as round:
+    with peers.round(name, "calls it for the first time since it was warmed") as round:
         compare(round, f"before {name}", values)
 
 
@@ -333,7 +333,7 @@ def building(
         request: the call.
         described: the call, in words.
         cache: the `ProgramCache`.
-        reason: why the call needs a new program, in one line.
+        reason: "needs a new program: …", and why, in one line.
 
     Raises:
         AgreementError: the processes do not make the same call, do not lower the same module, or

@@ -24,6 +24,7 @@ from stepcache.units import listed
 
 _STEP = re.compile(r"step_(\d{8,})")
 _METADATA = "_CHECKPOINT_METADATA"
+_EMPTY_SECONDS = 60.0  # A directory that is just being made has no lock yet.
 # What orbax writes at the top of a checkpoint.
 _ORBAX_NAMES = re.compile(
     r"_CHECKPOINT_METADATA|_METADATA|_sharding|array_metadatas|commit_success\.txt|d|"
@@ -111,8 +112,8 @@ class Staging:
             path.rename(self._directory / path.name)
 
     def close(self) -> None:
-        """Removes the directory."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Removes the directory, the lock last: without it, nobody would remove the rest."""
+        _remove(self._directory)
         os.close(self._lock)
 
 
@@ -138,9 +139,19 @@ def _recover(directory: Path, target: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails while its process lives.
         if is_between:
             old.rename(target)
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
         return False
+    with contextlib.suppress(OSError):  # One was killed between the last two removals.
+        if directory.stat().st_mtime < time.time() - _EMPTY_SECONDS:
+            directory.rmdir()
     return is_between
+
+
+def _remove(staged: Path) -> None:
+    for name in _names_in(staged):
+        if name not in ("lock", "unlocked"):
+            shutil.rmtree(staged / name, ignore_errors=True)
+    shutil.rmtree(staged, ignore_errors=True)
 
 
 def _names_in(directory: Path) -> list[str]:

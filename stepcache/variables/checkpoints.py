@@ -84,6 +84,8 @@ class Saving:
 
     def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
         """Copies the arrays to the host, and starts to write them."""
+        label, reason = f"saving {self._root}", "saves, which all processes have to do together"
+        self._pod.gather(label, b"", reason, patient=False)
         try:
             new = of_leader(self._pod, self._root, self._prepare, _UNWRITTEN)
             self._held.enter_context(_writing)
@@ -156,8 +158,11 @@ def join_all() -> None:
 
 @functools.cache
 def _finish_before_exit() -> None:
-    """Has the process finish all saves before Python refuses new threads, which orbax needs."""
+    """Has the process finish all saves before Python refuses new threads, which orbax needs; and
+    end with an error if one has failed, and nobody has heard of it.
+    """
     _process_hooks.before_threads_end(join_all)
+    _process_hooks.fail_at_exit_if(lambda: any(each._error for each in _unfinished))
 
 
 def save(
@@ -185,7 +190,8 @@ def save(
         keep: the number of checkpoints to keep: each is written to `step_00000012` below
             `directory`, and all but those of the `keep` highest steps are removed. Needs `step=`.
         asynchronous: return when the values are copied to the host, and write in the background.
-            The next save, and the end of the process, wait for it. On Python 3.12.0 to 3.12.2, this
+            The next save, and the end of the process, wait for it. An error that neither the next
+            save nor `wait()` has raised makes the exit code 1. On Python 3.12.0 to 3.12.2, this
             call itself waits.
         **items: what to save, by name: `Variables`, pytrees of arrays, or numbers.
 
@@ -197,6 +203,7 @@ def save(
             an item has a leaf that is no array, or this save, or the asynchronous one before it,
             could not be written.
         RankLostError: a process of the pod was lost.
+        AgreementError: not all processes of the pod save, within `Session(agree_timeout=...)`.
         ForkedProcessError: this process was forked after JAX had started.
     """
     check_not_tracing("nothing can be saved", "save")
@@ -314,7 +321,7 @@ class Alone:
     def guarded(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    def gather(self, label: str, payload: bytes = b"") -> dict[int, bytes]:
+    def gather(self, label: str, payload: bytes, *_: Any, **__: Any) -> dict[int, bytes]:
         return {jax.process_index(): payload}
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.cluster.pods import succeeded
+from tests.cluster.pods import run_pod, succeeded
 
 TRAINING = """
 import optax
@@ -192,3 +192,32 @@ def test_several_things_are_saved_together(shared_pod, inside, tmp_path):
         assert rank.said("refused") == ["True"], rank.output
         assert rank.said("restored") == ["3 1.0 3.0 [3 3] [1. 1.]"], rank.output
         assert rank.said("left") == ["step_00000002 step_00000003"], rank.output
+
+
+ALONE = """
+def add(state, batch):
+    return state + batch.mean(), batch.sum()
+step = sc.step(add, carry="state", batch="batch")
+try:
+    with sc.Session(mesh, agree_timeout=4):
+        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        for number in range(8):
+            state, total = step(state, np.ones(4, np.float32))
+            float(total)
+            if number == 3 and RANK == 0:
+                started = time.monotonic()
+                sc.save("alone", state=state)
+except sc.AgreementError as error:
+    say("refused", round(time.monotonic() - started), str(error).replace(chr(10), " "))
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_saves_alone_is_told_so(tmp_path):
+    ranks = run_pod(tmp_path, ALONE)
+    seconds, said = ranks[0].said("refused")[0].split(" ", 1)
+    assert 3 <= int(seconds) <= 6, ranks[0].output
+    assert "rank 1 did not take part in the agreement on saving" in said
+    assert "saves, which all processes have to do together" in said
+    assert all(rank.code == 1 for rank in ranks) and not (tmp_path / "alone").exists()

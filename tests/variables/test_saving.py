@@ -20,6 +20,7 @@ import pytest
 
 import stepcache as sc
 from stepcache import _process_hooks
+from stepcache.variables import checkpoint_files as files
 from stepcache.variables import checkpoints
 from tests.variables.comparing import lose
 from tests.variables.states import number, tree_of
@@ -165,7 +166,7 @@ def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
 @pytest.mark.parametrize("then", ["restore", "save"])
 def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
     body = f"""
-    from stepcache.variables import checkpoints
+from stepcache.variables import checkpoints
     sc.save("saved", step=1)
     rename = Path.rename
     def die(self, target):
@@ -752,3 +753,54 @@ def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
             sc.save(tmp_path / "saved", step=1)
     assert not list(tmp_path.iterdir())
     sc.save(tmp_path / "saved", step=2)
+
+
+FAILING = """
+import atexit, sys
+import numpy as np, stepcache as sc
+from stepcache.variables import checkpoint_files
+def full(self):
+    raise OSError("no space left")
+checkpoint_files.Staging.publish = full
+atexit.register(print, "another handler")
+saving = sc.save(sys.argv[1], w=np.ones(400), asynchronous=True)
+if len(sys.argv) > 2:
+    try:
+        saving.wait()
+    except sc.VariablesError as error:
+        print("heard", "no space left" in str(error))
+print("the script ends")
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_failed_save_that_nobody_has_heard_of_is_in_the_exit_code(tmp_path, waits):
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "saved"), *["wait"] * waits]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if waits else 1), done.stderr
+    assert "no space left" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines == [*["heard True"] * waits, "the script ends", "another handler"]
+
+
+def test_what_a_kill_leaves_at_any_moment_of_the_removal_is_removed_by_the_next_save(
+    tmp_path, monkeypatch
+):
+    """The lock goes last: a directory without it would be nobody's."""
+    for last in ("old", "lock", "directory"):
+        staging = files.Staging(tmp_path / "saved")
+        (staging._directory / "old").mkdir()
+        os.close(staging._lock)  # As at the end of its process.
+        if last != "old":
+            (staging._directory / "old").rmdir()
+        if last == "directory":
+            (staging._directory / "lock").unlink()
+            os.utime(staging._directory, (0, 0))
+        sc.save(tmp_path / "saved", step=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"], last
+    removed = []
+    monkeypatch.setattr(files.shutil, "rmtree", lambda path, **_: removed.append(Path(path).name))
+    staging = files.Staging(tmp_path / "other")
+    (staging._directory / "old").mkdir()
+    staging.close()
+    assert removed == ["old", staging._directory.name]
