@@ -122,8 +122,7 @@ class Resolver:
                     raise OptionError("trust= is for one process, and not for a pod", where=name)
                 from stepcache.programs.together import building
 
-                reason = f"needs a new program: {miss.in_a_line}"
-                joining = building(peers, name, request, described(), scope.cache, reason)
+                joining = building(peers, name, request, described(), scope.cache, miss.in_a_line)
             arguments = self._spec, request, stopwatch, scope.cache.executable, store
             with joining as together:
                 program, publication = build(*arguments, before_compiling, together, release)

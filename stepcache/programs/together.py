@@ -333,14 +333,14 @@ def building(
         request: the call.
         described: the call, in words.
         cache: the `ProgramCache`.
-        reason: "needs a new program: …", and why, in one line.
+        reason: why the call needs a new program, in one line.
 
     Raises:
         AgreementError: the processes do not make the same call, do not lower the same module, or
             one of them did not take part in time.
         RankLostError: a process was lost.
     """
-    with peers.round(name, reason) as round:
+    with peers.round(name, f"needs a new program: {reason}") as round:
         round.announce()  # A trace may take minutes.
         together = Together(round, request, described, cache)
         try:

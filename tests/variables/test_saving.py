@@ -166,7 +166,7 @@ def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
 @pytest.mark.parametrize("then", ["restore", "save"])
 def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
     body = f"""
-from stepcache.variables import checkpoints
+    from stepcache.variables import checkpoints
     sc.save("saved", step=1)
     rename = Path.rename
     def die(self, target):
