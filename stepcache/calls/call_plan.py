@@ -93,14 +93,7 @@ class CallPlans:
     def __init__(self, spec: StepSpec, dispatch: Callable[..., Any]):
         self._spec, self._dispatch, self._newest = spec, dispatch, dispatch
         self._known: set[Any] = set()
-        self._is_stopped = False
         self._lock = threading.Lock()
-
-    def stop(self) -> Callable[..., Any] | None:
-        """Makes no more plans, because a plan does not count calls. Returns as `add` does."""
-        with self._lock:
-            was_stopped, self._is_stopped = self._is_stopped, True
-        return None if was_stopped else self._dispatch
 
     def add(self, use: Use, form: Form, outputs: Any, dispatcher: Any) -> Callable[..., Any] | None:
         """Makes a plan for calls that pass the same `Variables` in the same places.
@@ -130,7 +123,7 @@ class CallPlans:
         constants = [value for name, value in names.items() if name.startswith("key")]
         key = (source, form, *constants, *(each._number for each in use.variables))
         with self._lock:
-            if key in self._known or self._is_stopped:
+            if key in self._known:
                 return None
             if len(self._known) == _PLANS_PER_STEP:
                 self._known, self._newest = set(), self._dispatch

@@ -25,7 +25,7 @@ from stepcache.pods.rounds import Peers
 from stepcache.variables import transfer
 from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.describing import joined, named_leaves
-from stepcache.variables.masters import Reader, Source
+from stepcache.variables.masters import Master, Reader, Source
 from stepcache.variables.packing import Layout, Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
@@ -76,8 +76,8 @@ class Use:
     def checked(self, scope: Scope) -> Use:
         """The same, after a look at the variables' mesh and rules."""
         self._session = scope if scope is not DEFAULT_SCOPE else None
-        for each in self.variables:
-            each._check_usable(scope.mesh)
+        for index, each in enumerate(self.variables):
+            each._check_usable(scope.mesh, writes=index < self.carried)
             if scope.placer is not None and each not in scope.seen:
                 scope.seen.add(each)
                 scope.match_rules(each._paths())
@@ -156,7 +156,7 @@ class Use:
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, tuple(names[each]), index < self.carried)
             with each._lock:
-                transfers += each._master.plan(each.name, reader)
+                transfers += self._master_of(each).plan(each.name, reader)
         return Plan(tuple(transfers))
 
     def taken(self) -> tuple[tuple, dict[str, Any]]:
@@ -165,9 +165,10 @@ class Use:
         self._read_together(values=True)
 
         def take(each: Variables, carried: bool) -> Packed:
-            each._master.check_not_lost(each.name)
+            master = self._master_of(each)
+            master.check_not_lost(each.name)
             reader = Reader(self._session, (), carried, in_program)
-            packed = each._master.take(reader, self.meter)
+            packed = master.take(reader, self.meter)
             self._layouts[each] = packed.layout
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
@@ -191,12 +192,17 @@ class Use:
 
     def shown(self) -> tuple[tuple, dict[str, Any]]:
         in_program = self._in_program()
-        return self._replaced(lambda each, _: each._master.described(in_program=in_program))
+        return self._replaced(
+            lambda each, _: self._master_of(each).described(in_program=in_program)
+        )
 
     def _in_program(self) -> bool:
         return bool(self.carried) and bound_variables.can_cross_in_program(
             self._spec, self.given, self.variables
         )
+
+    def _master_of(self, each: Variables) -> Master:
+        return each._seen_from(self._session.placer if self._session is not None else None)
 
     def _replaced(self, value_of: Callable[[Variables, bool], Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with the variables replaced, given whether each is carried.
@@ -264,7 +270,7 @@ class Use:
             outputs = put_back(outputs, self.carry, put)
         for index, each in enumerate(self.variables):
             reader = Reader(self._session, carried=index < self.carried)
-            each._master.ahead(reader, self.meter)
+            self._master_of(each).ahead(reader, self.meter)
         return outputs
 
 

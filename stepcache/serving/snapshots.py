@@ -114,7 +114,7 @@ def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
     about = plain.unpack(table.tobytes())
     state, items = begun(about, allocate)
-    read = restore(path, partial=True, **items)
+    read = restore(path, partial=True, **dict[str, Any](items))
     for part, blocks in items.items():
         for name, views in blocks.items():
             for key, view in views.items():

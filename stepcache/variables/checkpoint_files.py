@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,22 @@ def _tree_in(path: Path) -> Path | None:
     return next(found, None)
 
 
-def find(path: Path) -> Path:
+def is_composite(path: Path, items: Collection[str]) -> bool:
+    """Whether a step of orbax's `CheckpointManager` has a tree for each of some names."""
+    return bool(items) and all((path / name / "_METADATA").exists() for name in items)
+
+
+def find(path: Path, items: Collection[str] = ()) -> Path:
     """The checkpoint at `path`, or the newest whole one of the steps below it.
 
-    In those of orbax's `CheckpointManager` it is the tree that was saved without a name.
+    In those of orbax's `CheckpointManager` it is the tree that was saved without a name, or the
+    directory with a tree for each of the `items`.
     """
     recover(path)
     if (found := _tree_in(path)) is not None:
         return found
+    if is_composite(path, items):
+        return path
     for each in steps_in(path):  # The newest that is whole.
         if _is_ours(each) and all(
             (each / name).exists() for name in ("_METADATA", "manifest.ocdbt")
@@ -211,6 +220,8 @@ def find(path: Path) -> Path:
     for number in numbers:
         if (found := _tree_in(path / number)) is not None:
             return found
+        if is_composite(path / number, items):
+            return path / number
     names = [name for name in _names_in(path) if name != _METADATA][:3]
     got = f"a directory with {listed(names)}" if names else "an empty directory"
     if not path.is_dir():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +45,22 @@ _UNREADABLE = (
 )
 
 
-def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any) -> dict[str, Any]:
+class How(NamedTuple):
+    """How leaves may differ from those that are stored; see `restore`."""
+
+    partial: bool = False
+    cast: bool = False
+    rename: Mapping[str, str | None] = {}
+
+
+def restore(
+    directory: str | os.PathLike,
+    *,
+    partial: bool = False,
+    cast: bool = False,
+    rename: Mapping[str, str | None] | None = None,
+    **items: Any,
+) -> dict[str, Any]:
     """Reads a checkpoint of `save`, or of orbax's `StandardCheckpointer` or `CheckpointManager`.
 
         step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
@@ -59,6 +75,11 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
         partial: restore the leaves that are in both the checkpoint and `items`. Other leaves of the
             checkpoint are ignored. Other leaves of `items` keep their values, and the logger
             `stepcache` names them.
+        cast: convert numbers that are stored in another dtype.
+        rename: what leaves of the checkpoint are called here: a regex of their paths, such as
+            `params/encoder/(.*)`, and the path, as `re.sub` has it; the first that matches the
+            whole path counts. None leaves a leaf out: with `partial`, a new head stays as it is by
+            `{"params/head/.*": None}`.
         **items: what to restore, by name. `Variables` are restored in place; their versions never
             go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
             structure, shapes, dtypes and shardings.
@@ -67,8 +88,8 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
         The restored values by name; for `Variables` the same objects.
 
     Raises:
-        VariablesError: `directory` is a URL, there is no checkpoint or a damaged one, or a leaf is
-            missing, new, or of another shape or dtype.
+        VariablesError: `directory` is a URL, there is no checkpoint or a damaged one, a leaf is
+            missing, new, or of another shape or dtype, or tasks are asked to cast or rename.
         RankLostError: a process of the pod was lost.
         ForkedProcessError: this process was forked after JAX had started.
     """
@@ -77,11 +98,14 @@ def restore(directory: str | os.PathLike, *, partial: bool = False, **items: Any
     join_all()
     root = path_of(directory)
     check_names(items)
+    how = How(partial, cast, rename or {})
     if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+        if how != How(partial):
+            raise VariablesError("tasks cast and rename nothing", where="restore")
         return target.restore(root, items, partial)
     pod = processes()
-    found = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
-    return pod.guarded(lambda: _restore(found, items, partial))
+    found = of_leader(pod, root, lambda: files.find(root, items), *_UNREADABLE)
+    return pod.guarded(lambda: _restore(found, items, how))
 
 
 def read_leaves(
@@ -96,10 +120,10 @@ def read_leaves(
     path = of_leader(pod, root, lambda: files.find(root), *_UNREADABLE)
 
     def read() -> tuple[dict[Name, Any], dict[str, Any]]:
-        with _opened(path, asked) as stored:
+        with _opened(path, asked, How(partial)) as stored:
             heads = {name[0] for name in stored.kinds}
             found = [x for x in leaves if ":" not in x.name[0] or x.name[0] in heads]
-            _check_same(path, stored, found, partial, asked)
+            _check_same(path, stored, found, asked)
             with damage_as_error(path, *_UNREADABLE):
                 return stored.read(found), stored.about
 
@@ -108,13 +132,22 @@ def read_leaves(
 
 def restore_here(root: Path, items: dict[str, Any]) -> dict[str, Any]:
     """Reads some items of a checkpoint in this process alone; others may be stored too."""
-    return _restore(files.find(root), items, partial=True)
+    return _restore(files.find(root), items, How(partial=True))
 
 
-def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]:
-    with _opened(path, set(items)) as stored:
+def _restore(path: Path, items: dict[str, Any], how: How) -> dict[str, Any]:
+    if files.is_composite(path, items):  # Of orbax's `CheckpointManager`: a tree for each name.
+        put = [_read(path / name, {name: item}, how) for name, item in items.items()]
+    else:
+        put = [_read(path, items, how)]
+    return {name: value for each in put for name, value in each().items()}
+
+
+def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, Any]]:
+    """Reads some items. Returns what puts them in place, which changes variables."""
+    with _opened(path, set(items), how) as stored:
         wanted = {
-            name: item._wanted_parts(stored.parts_of(name), stored.about.get(name, {}), partial)
+            name: item._wanted_parts(stored.parts_of(name), stored.about.get(name, {}), how.partial)
             for name, item in items.items()
             if isinstance(item, Savable)
         }
@@ -125,7 +158,7 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
                 # Updates for an optimizer may be of other types than the value, and so its state.
                 leaves[name, part] = [*map(stored.typed, found)] if part else found
         every = [leaf for each in leaves.values() for leaf in each]
-        _check_same(path, stored, every, partial, items)
+        _check_same(path, stored, every, items)
         with damage_as_error(path, *_UNREADABLE):
             read = stored.read(every)
     restored = dict(items)
@@ -137,36 +170,40 @@ def _restore(path: Path, items: dict[str, Any], partial: bool) -> dict[str, Any]
         name: {part: [read.get(leaf.name) for leaf in leaves[name, part]] for part in trees}
         for name, (trees, _) in wanted.items()
     }
-    with locked(items.values()):
-        for name, (_, state) in wanted.items():
-            items[name]._check_parts(got[name], state)
-        for name, (_, state) in wanted.items():
-            items[name]._put_parts(got[name], state, stored.about.get(name, {}))
-    return restored
+
+    def put() -> dict[str, Any]:
+        with locked(items.values()):
+            for name, (_, state) in wanted.items():
+                items[name]._check_parts(got[name], state)
+            for name, (_, state) in wanted.items():
+                items[name]._put_parts(got[name], state, stored.about.get(name, {}))
+        return restored
+
+    return put
 
 
 def stored_kinds(path: Path) -> dict[Name, Kind]:
     """Dtype and shape of each leaf of a checkpoint. Raises `VariablesError` if there is none."""
-    with _opened(path, set()) as stored:
+    with _opened(path, set(), How()) as stored:
         return stored.kinds
 
 
 @contextlib.contextmanager
-def _opened(path: Path, asked: set[str]) -> Iterator[_Stored]:
+def _opened(path: Path, asked: set[str], how: How) -> Iterator[_Stored]:
     """Opens a checkpoint to read some items. Raises `VariablesError` if it is damaged."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         with damage_as_error(path, *_UNREADABLE):
-            stored = _Stored(path, checkpointer, asked)
+            stored = _Stored(path, checkpointer, asked, how)
         yield stored
 
 
 class _Stored:
     """What a checkpoint holds: dtype and shape of each leaf, and what is stored about variables."""
 
-    def __init__(self, path: Path, checkpointer: Any, asked: set[str]):
-        self._path, self._checkpointer = path, checkpointer
+    def __init__(self, path: Path, checkpointer: Any, asked: set[str], how: How):
+        self._path, self._checkpointer, self.how = path, checkpointer, how
         tree = checkpointer.metadata(path).item_metadata.tree
         flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         custom = files.custom_metadata(path)
@@ -178,12 +215,19 @@ class _Stored:
             is_bare = len(asked) == 1 and asked.isdisjoint(name[0] for name in names if name)
             prefix = tuple(asked) if is_bare else ()
             names = [(*prefix, *map(escape, name)) for name in names]
-        self._names: list[Name] = names
-        rows = zip(names, flat, strict=True)
-        self.kinds = {name: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for name, (_, x) in rows}
-        self.kinds.pop(NOTHING, None)
+        self._names = [self._renamed(name) for name in names]
+        rows = zip(self._names, flat, strict=True)
+        kinds = {name: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for name, (_, x) in rows}
         for name, dtype, shape in ours.get("leaves", ()):
-            self.kinds[tuple(name)] = Kind(dtype, tuple(shape))
+            kinds[self._renamed(tuple(name))] = Kind(dtype, tuple(shape))
+        self.kinds = {name: kinds[name] for name in kinds if name not in (NOTHING, ())}
+
+    def _renamed(self, name: Name) -> Name:
+        """What a leaf is called here; empty if it is left out."""
+        for pattern, path in self.how.rename.items():
+            if match := re.fullmatch(pattern, "/".join(name)):
+                return tuple(match.expand(path).split("/")) if path is not None else ()
+        return name
 
     def parts_of(self, item: str) -> set[str]:
         """The parts of some variables that have leaves here."""
@@ -229,19 +273,23 @@ class _Stored:
         }
 
 
-def _check_same(
-    path: Path, stored: _Stored, leaves: list[Leaf], partial: bool, items: Collection[str]
-) -> None:
+def _check_same(path: Path, stored: _Stored, leaves: list[Leaf], items: Collection[str]) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
     what, hint = f"the items do not match the checkpoint {path}", None
+    partial, cast, _ = stored.how
     names = {leaf.name for leaf in leaves}
     absent = [leaf for leaf in leaves if leaf.name not in stored.kinds]
     more = [name for name in stored.kinds if name not in names]
     rows = [
         (leaf.path, f"{kind_of(leaf)}", f"{kind}")
         for leaf in leaves
-        if (kind := stored.kinds.get(leaf.name)) is not None and not _is_compatible(kind, leaf)
+        if (kind := stored.kinds.get(leaf.name)) is not None
+        and not _is_compatible(kind, leaf, cast)
     ]
+    if rows:
+        same_shape = rows[0][1].partition("[")[2] == rows[0][2].partition("[")[2]
+        leaving = f"to leave it as it is: partial=True, rename={{{re.escape(rows[0][0])!r}: None}}"
+        hint = "restore(..., cast=True) converts it" if same_shape else leaving
     if not rows and not partial:
         hint = "restore(..., partial=True) restores the leaves that both have"
         rows += [(leaf.path, f"{kind_of(leaf)}", "no such leaf") for leaf in absent]
@@ -259,13 +307,14 @@ def _check_same(
         _log.warning(text, path, listed([leaf.path for leaf in absent]))
 
 
-def _is_compatible(stored: Kind, leaf: Leaf) -> bool:
+def _is_compatible(stored: Kind, leaf: Leaf, cast: bool) -> bool:
     """Whether what was stored can be restored as the leaf."""
     if is_key(leaf.value):  # orbax stores keys as their data.
         data = jax.eval_shape(jax.random.key_data, leaf.value)
         return stored in (kind_of(leaf), Kind(data.dtype.name, data.shape))
     if not is_number(leaf.value):
-        return stored == kind_of(leaf)
+        is_cast = cast and not stored.dtype.startswith("key<")
+        return stored.shape == kind_of(leaf).shape if is_cast else stored == kind_of(leaf)
     if stored.shape or stored.dtype.startswith("key<"):
         return False
     dtype, kind = np.dtype(stored.dtype), type(leaf.value)
@@ -284,12 +333,13 @@ def _like(template: Any, read: Any) -> Any:
     if is_number(template):
         return type(template)(np.asarray(read).item())
     if isinstance(template, np.generic):
-        return np.asarray(read)[()]
+        return np.asarray(read, template.dtype)[()]
     if isinstance(template, np.ndarray):
-        return np.asarray(read)
+        return np.asarray(read, template.dtype)
     if is_key(template):
         data = jax.random.key_data(read) if is_key(read) else np.asarray(read)
         return placed(_keys(data, template), _sharding_for(template))
+    read = read if read.dtype == template.dtype else read.astype(template.dtype)
     return read if isinstance(read, jax.Array) else placed(read, _sharding_for(template))
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from stepcache.errors import StepCacheError, UnmatchedRuleWarning, VariablesError, warn
 from stepcache.pods.replicas import is_local, token_of
 from stepcache.sharding import (
+    Placer,
     current_max_bytes,
     current_placer,
     current_reader,
@@ -33,7 +34,7 @@ from stepcache.variables.describing import (
     mesh_text,
     named_leaves,
 )
-from stepcache.variables.masters import LOST, Master, Reader, hold
+from stepcache.variables.masters import LOST, InHostMemory, Master, Reader, hold
 from stepcache.variables.misuse import NoTree
 from stepcache.variables.packing import Layout, bytes_per_device
 from stepcache.variables.plan import Plan, check_bytes
@@ -116,6 +117,7 @@ class Variables(NoTree, Savable, Holder):
         self._lock = threading.RLock()
         self._placer = current_placer()
         self._mesh: Mesh | None = self._placer.mesh if self._placer else None
+        self._home, self._views = mesh_identity(self._mesh), {}  # The latter by the mesh.
         self._prefix, self._pack = name or "", pack
 
     @classmethod
@@ -316,9 +318,28 @@ class Variables(NoTree, Savable, Holder):
             part = slice(start, start + slot.size) if start is not None else None
             yield joined(self.name, slot.path), self._master.arrays()[slot.buffer], part
 
-    def _check_usable(self, mesh: Mesh | None) -> None:
-        """Checks that the variables were made on the mesh of a session."""
-        if mesh is not self._mesh and mesh_identity(mesh) != mesh_identity(self._mesh):
+    def _seen_from(self, placer: Placer | None) -> Master:
+        """The master copy. One on the host is copied, once a version, for each other mesh that
+        reads it. Under the lock.
+        """
+        mesh = placer.mesh if placer is not None else None
+        if mesh is self._mesh or self._master.is_resident or mesh_identity(mesh) == self._home:
+            return self._master
+        if (view := self._views.get(mesh_identity(mesh))) is None:
+            how = self.placement, placer, self.read, Meter(), self._prefix, self._pack
+            tree = self._layout.tree.unflatten(self._master.leaves(Meter()))
+            view = self._views[mesh_identity(mesh)] = hold(self.name, tree, *how)
+        elif view.version != self._master.version:
+            view.assign(self._master.leaves(Meter()), None, Meter())
+        view.version = self._master.version
+        return view
+
+    def _check_usable(self, mesh: Mesh | None, *, writes: bool) -> None:
+        """Checks that the variables were made on the mesh of a session, or may be read from it."""
+        is_read = mesh is not None and isinstance(self._master, InHostMemory) and not writes
+        if is_read and jax.process_count() == 1:
+            return
+        if mesh is not self._mesh and mesh_identity(mesh) != self._home:
             raise VariablesError(
                 "the variables were made on the mesh of another session",
                 where=self.name,

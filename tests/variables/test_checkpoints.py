@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from comparing import arrays_of
 from jax.sharding import PartitionSpec as P
@@ -160,3 +161,69 @@ def test_a_url_is_refused_and_makes_no_directory(url, tmp_path, monkeypatch):
         assert raised.value.got == url
     assert not list(empty.iterdir())
     assert variables.value["w"][0] == 1
+
+
+# ---- what differs from what is stored ------------------------------------------------------------
+
+
+def test_numbers_are_cast_where_that_is_asked_for(tmp_path):
+    tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.arange(3)}
+    sc.save(tmp_path / "saved", params=tree)
+    half = sc.Variables(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), tree))
+    with pytest.raises(sc.VariablesError, match=r"params/.: expected|cast=True") as raised:
+        sc.restore(tmp_path / "saved", params=half)
+    assert raised.value.hint == "restore(..., cast=True) converts it" and half.version == 0
+    sc.restore(tmp_path / "saved", params=half, cast=True)
+    value = half.value
+    assert value["w"].dtype == jnp.bfloat16 and np.array_equal(value["w"], tree["w"])
+    templates = {
+        "w": jax.ShapeDtypeStruct((2, 3), jnp.float16),
+        "n": np.zeros(3, np.float64),
+    }
+    found = sc.restore(tmp_path / "saved", params=templates, cast=True)["params"]
+    assert (found["w"].dtype, found["n"].dtype) == (jnp.float16, np.float64)
+    assert np.array_equal(found["w"], tree["w"]) and np.array_equal(found["n"], tree["n"])
+
+
+def test_a_new_head_stays_and_an_encoder_gets_another_name(tmp_path):
+    """Fine-tuning, as people write it."""
+    old = {"encoder": {"w": np.ones((4, 4), "f4")}, "head": {"w": np.ones((4, 10), "f4")}}
+    sc.save(tmp_path / "saved", params=old, step=3)
+    new = sc.Variables({"body": {"w": np.zeros((4, 4))}, "head": {"w": np.zeros((4, 2))}}, name="p")
+    rename = {"params/encoder/(.*)": r"params/body/\1"}
+    with pytest.raises(sc.VariablesError) as raised:
+        sc.restore(tmp_path / "saved", params=new, rename=rename, partial=True)
+    assert raised.value.where == "params/head/w"
+    assert raised.value.hint == "to leave it as it is: partial=True, rename={'params/head/w': None}"
+    rename["params/head/w"] = None
+    sc.restore(tmp_path / "saved", params=new, rename=rename, partial=True)
+    value = new.value
+    assert np.all(value["body"]["w"] == 1) and np.all(value["head"]["w"] == 0)
+
+
+def test_what_a_users_own_checkpoint_manager_has_saved(tmp_path):
+    tree = {"w": np.ones(3, np.float32), "layers": [np.zeros(2, "f4"), np.ones(2, "f4")]}
+    named, unnamed = tmp_path / "named", tmp_path / "unnamed"
+    with ocp.CheckpointManager(named) as manager:
+        for step in (7, 8):
+            params, more = (
+                ocp.args.StandardSave(tree),
+                ocp.args.StandardSave({"m": np.ones(step, "f4")}),
+            )
+            manager.save(step, args=ocp.args.Composite(params=params, moments=more))
+    with ocp.CheckpointManager(unnamed) as manager:
+        manager.save(3, args=ocp.args.StandardSave(tree))
+    state = sc.Variables(jax.tree.map(np.zeros_like, tree))
+    moments = sc.Variables({"m": np.zeros(8)})
+    sc.restore(named, params=state, moments=moments)
+    assert np.all(state.value["w"] == 1) and np.all(moments.value["m"] == 1)
+    wrong = sc.Variables({"m": np.zeros(9)})
+    state.assign(jax.tree.map(np.zeros_like, tree))
+    with pytest.raises(sc.VariablesError, match="do not match"):
+        sc.restore(named, params=state, moments=wrong)
+    assert np.all(state.value["w"] == 0), "variables change after all has been read"
+    sc.restore(named / "7", params=state)
+    assert np.all(state.value["w"] == 1)
+    state.assign(jax.tree.map(np.zeros_like, tree))
+    sc.restore(unnamed, state=state)
+    assert np.all(state.value["w"] == 1)

@@ -633,6 +633,44 @@ def test_layouts_and_their_programs_go_with_the_variables():
     assert layout() is None
 
 
+# ---- another mesh --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [None, "device"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_what_one_mesh_trains_another_one_evaluates(cache, pack):
+    """A copy of each version for each mesh; only the mesh of its own may write."""
+    train = sc.step(bump, carry="state")
+    evaluate = sc.step(lambda state, x: jax.tree.map(lambda leaf: leaf.sum() * x, state))
+    tree = {"w": np.ones((5, 3), np.float32), "b": np.arange(1013, dtype=np.float32)}
+    with session("8"):
+        state = sc.Variables(
+            tree, placement=sc.OnHost(), read=sc.Read(cache=cache), pack=pack, name="state"
+        )
+    for number in range(4):
+        with session("2") as two, watching() as moved:
+            for _ in range(2):
+                found = evaluate(state, np.float32(2))
+            planned = evaluate.explain(state, np.float32(2)).plan
+            assert found["w"].devices() == set(two.mesh.devices.flat)
+            assert float(found["w"]) == 2 * 15 * (number + 1)
+            fetches = [sum(call.values()) for call in moved.calls]
+            assert len(fetches) == (1 if cache else 2)
+            assert planned.bytes == (0 if cache else fetches[0])
+        with session("8"):
+            train(state)
+        with session("4x2"):
+            assert float(evaluate(state, np.float32(1))["w"]) == 15 * (number + 2)
+    assert state.version == 4
+    with session("2"), pytest.raises(sc.VariablesError, match="mesh of another session"):
+        train(state)
+    with session("2"):
+        other = sc.Variables(np.float32(1), placement=sc.OnHost())
+        mixed = sc.step(lambda own, state: (own + state["w"].sum(), None), carry="own")
+        mixed(other, state)
+        assert float(other.value) == 1 + 15 * 5
+
+
 # ---- threads ---------------------------------------------------------------------------------
 
 
