@@ -1,9 +1,8 @@
-"""Compiles what a call with `Variables` does, to serve later calls with the same ones.
+"""Serves calls with the same `Variables` in the same places as an earlier one.
 
-Nearly all calls of a training loop pass the same `Variables` in the same places. A plan is a Python
-function written for these, as `dataclasses` writes methods: it checks that they are the same
-objects, gives their buffers to JAX's dispatcher, and puts back what comes out of it. A call costs
-about 0.6 µs more than that of `jax.jit`; to find the variables again would cost ten times as much.
+Nearly all calls of a training loop pass the same `Variables` in the same places. A plan knows them
+by identity: it gives their buffers to JAX's dispatcher, and puts back what comes out of it. To find
+the variables again, as the first call does, would cost ten times as much.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import keyword
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 from jax.tree_util import tree_leaves
@@ -29,60 +25,15 @@ from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import Variables
 
-_PLAN = """
-def plan({parameters}*args, **kwargs):
-    if {checks}:
-{locked}
-    return other(*given({given}), *args, **kwargs)
-"""
-# As `with` a lock does, in less time: `taking` calls `acquire`, and no interrupt comes between that
-# and `try`.
-_LOCKED = """\
-for _ in taking{n}:
-    try:
-{body}
-    finally:
-        release{n}()
-    break
-"""
-_BODY = """\
-out = NOT_A_HIT
-try:
-    {take}  # Until the end: to free buffers may let another thread look.
-    waiting.append(({arguments}))
-    # No interrupt comes between what JAX returns and the name `out`, as after a call.
-    for out in served:
-        if {expected}:
-            {put}
-            return {outputs}
-        if out is not NOT_A_HIT:
-            return put_back(out, carried(({given}), kwargs), write)
-        break
-except (RuntimeError, ValueError) as error:
-    waiting.clear()
-    if "deleted" not in str(error):  # The usual way says what is.
-        raise
-except BaseException:
-    waiting.clear()
-    if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
-        put_back(out, carried(({given}), kwargs), write)
-    raise
-finally:
-    {forget}  # The buffers that were passed by name.
-"""
 _PLANS_PER_STEP = 8
-_NESTED = 7  # Python nests no more than 20 blocks, of which each lock takes two.
-_FEW = 8  # Outputs that are named one by one, as to slice them takes time.
-_NOT_GIVEN = object()
-
-
-def _given(*args: Any) -> Iterator[Any]:
-    """The arguments of a call without defaults of a plan's parameters."""
-    return (each for each in args if each is not _NOT_GIVEN)
 
 
 class _Unplanned(Exception):
     """Such calls cannot be planned."""
+
+
+class _Other(Exception):
+    """A tree of another form than in the call that was planned."""
 
 
 class CallPlans:
@@ -112,213 +63,214 @@ class CallPlans:
         """
         if not all(each._master.is_resident for each in use.variables):
             return None
-        names: dict[str, Any] = {"__name__": __name__, "NOT_A_HIT": NOT_A_HIT}
-        names |= {"dispatcher": dispatcher, "call": dispatcher.call}
-        names |= {"put_back": put_back, "write": _write, "given": _given, "NOT_GIVEN": _NOT_GIVEN}
-        names |= {"carried": functools.partial(carried, self._spec), "locked": locked}
         try:
-            source = _Source(use, form, outputs, names).text
+            ports = [
+                (key, port)
+                for key, tree in use.arguments_in_turn()
+                if (port := _Port.of(tree)) is not None
+            ]
+            returned = _returned(outputs, use.carry) if use.carried else None
         except _Unplanned:
             return None
-        constants = [value for name, value in names.items() if name.startswith("key")]
-        key = (source, form, *constants, *(each._number for each in use.variables))
+        args, kwargs = use.given
+        places = [(key, port.form) for key, port in ports]
+        back = returned.form if returned is not None else None
+        numbers = tuple(each._number for each in use.variables)
+        key = (form, len(args), tuple(kwargs), repr(places), repr(back), numbers)
         with self._lock:
             if key in self._known:
                 return None
             if len(self._known) == _PLANS_PER_STEP:
                 self._known, self._newest = set(), self._dispatch
             self._known.add(key)
-            names["other"] = self._newest
-            _add_call(names)
-            _add_variables(names, use.variables)
-            exec(_compiled(source), names)
-            self._newest = functools.update_wrapper(names.pop("plan"), self._newest)
+            plan = _plan(self._spec, use, form, ports, returned, dispatcher, self._newest)
+            self._newest = functools.update_wrapper(plan, self._newest)
             return self._newest
 
 
-@functools.lru_cache(maxsize=64)  # Most steps have plans of few forms; to compile one takes 0.3 ms.
-def _compiled(source: str) -> CodeType:
-    # Named as a file of this package, whose frames JAX hides.
-    return compile(source, f"{__file__}:plan", "exec")
+class _Port:
+    """The places of `Variables` in a tree of dicts, lists and tuples."""
+
+    @classmethod
+    def of(cls, tree: Any) -> _Port | None:
+        """None for a tree without `Variables`. Raises `_Unplanned` for one of other containers."""
+        is_one, inner = isinstance(tree, Variables), tree
+        if not is_one and not any(isinstance(each, Variables) for each in tree_leaves(tree)):
+            return None
+        kind = type(tree)
+        if not is_one and kind not in (dict, list, tuple):
+            raise _Unplanned
+        keys = () if is_one else sorted(tree) if kind is dict else range(len(tree))
+        parts = [(key, port) for key in keys if (port := cls.of(inner[key])) is not None]
+        return cls(None if is_one else kind, 0 if is_one else len(tree), parts)
+
+    def __init__(self, kind: type | None, size: int, parts: list[tuple[Any, _Port]]):
+        self._kind, self._size, self._parts = kind, size, parts  # Of `Variables`: None, 0, [].
+        self.form: Any = kind and (kind.__name__, size, [(key, port.form) for key, port in parts])
+
+    def get(self, tree: Any) -> list[Any]:
+        """What is in these places of a tree. Raises `_Other` or `KeyError` if it has others."""
+        if self._kind is None:
+            return [tree]
+        if type(tree) is not self._kind or len(tree) != self._size:
+            raise _Other
+        return [each for key, port in self._parts for each in port.get(tree[key])]
+
+    def fill(self, tree: Any, things: Iterator[Any]) -> Any:
+        """The tree with something else in these places."""
+        if self._kind is None:
+            return next(things)
+        filled: Any = dict(tree) if self._kind is dict else list(tree)
+        for key, port in self._parts:
+            filled[key] = port.fill(tree[key], things)
+        return tuple(filled) if self._kind is tuple else filled
 
 
-def _add_call(names: dict[str, Any]) -> None:
-    """Adds an iterator without end, which gives what `call` returns for the last of `waiting`.
+def _returned(outputs: Any, carry: Sequence[Any]) -> _Port:
+    """Where outputs of a program have what it carries, given those of the first call."""
+    if comes_alone(outputs, carry):
+        port = _Port.of(carry[0])
+        assert port is not None
+        return port
+    if type(outputs) not in (tuple, list):
+        raise _Unplanned
+    parts = [(n, port) for n, tree in enumerate(carry) if (port := _Port.of(tree)) is not None]
+    return _Port(type(outputs), len(outputs), parts)
 
-    One that is made for each call takes more time. `waiting` is empty but for an instant.
+
+def _plan(
+    spec: StepSpec,
+    use: Use,
+    form: Form,
+    ports: list[tuple[int | str, _Port]],
+    returned: _Port | None,
+    dispatcher: Any,
+    other: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A function for calls like one; it gives all others to `other`."""
+    args, kwargs = use.given
+    count, names = len(args), kwargs.keys()
+    by_name = [name for name in kwargs if name not in form.by_position]
+    masters = [each._master for each in use.variables]
+    kinds = [type(next(iter(each.arrays()), None)) for each in masters[: use.carried]]
+    find, take, split, join = _in_places(use, form, ports, returned, by_name)
+    one_lock = use.variables[0]._lock if len(use.variables) == 1 else None
+    call = functools.partial(dispatcher.call, **dict.fromkeys(by_name))
+    # An iterator without end, which gives what the call returns for the last of `waiting`: no
+    # interrupt comes between what JAX returns and the name `out`, as after a call.
+    waiting: collections.deque[Any] = collections.deque()
+    served = itertools.starmap(call if by_name else dispatcher.call, iter(waiting.pop, None))
+    # A plan keeps no variables alive, and no buffers of theirs.
+    ids = [*map(id, use.variables)]
+
+    def forget(_: Any) -> None:
+        ids.clear()
+        masters.clear()
+
+    references = [weakref.ref(each, forget) for each in use.variables]
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        found = ()
+        if len(args) == count and (kwargs.keys() == names if kwargs else not names):
+            found = find(args, kwargs)
+        if not found or [*map(id, found)] != ids or not references:
+            return other(*args, **kwargs)
+        with one_lock or locked(found):
+            out: Any = NOT_A_HIT
+            try:
+                values = [each.packed for each in masters]
+                taken = [each.buffers for each in values]
+                waiting.append(take(args, kwargs, taken, call.keywords))
+                for out in served:
+                    if out is NOT_A_HIT:
+                        break
+                    news = split(out)
+                    for new, kind in zip(news, kinds, strict=False):
+                        # Else it may be something else that is a tuple.
+                        if type(new) is not tuple or (type(new[0]) if new else _NONE) is not kind:
+                            return put_back(out, carried(spec, args, kwargs), _write)
+                    for master, value, new in zip(masters, values, news, strict=False):
+                        value.buffers = new
+                        master.version += 1
+                    return join(out, found)
+            except (RuntimeError, ValueError) as error:
+                waiting.clear()
+                if "deleted" not in str(error):  # The usual way says what is.
+                    raise
+            except _OTHER:
+                waiting.clear()
+                if out is not NOT_A_HIT:
+                    return put_back(out, carried(spec, args, kwargs), _write)
+            except BaseException:
+                waiting.clear()
+                if out is not NOT_A_HIT:  # Interrupted: what it took is gone.
+                    put_back(out, carried(spec, args, kwargs), _write)
+                raise
+            finally:
+                if by_name:  # The buffers that were passed by name.
+                    call.keywords.update(dict.fromkeys(by_name))
+        return other(*args, **kwargs)
+
+    return plan
+
+
+def _in_places(
+    use: Use,
+    form: Form,
+    ports: list[tuple[int | str, _Port]],
+    returned: _Port | None,
+    by_name: list[str],
+) -> tuple[Callable, Callable, Callable, Callable]:
+    """What finds the variables of a call, makes the arguments of its program, finds in its outputs
+    what they carry, and puts the variables there. One variable that stands alone is simple.
     """
-    names["waiting"] = waiting = collections.deque()
-    names["served"] = itertools.starmap(names["call"], iter(waiting.pop, None))
+    args, kwargs = use.given
+    key, port = ports[0]
+    if len(ports) == 1 and port.form is None and isinstance(key, int) and not kwargs:
+
+        def take_one(args: tuple, kwargs: dict, taken: list, named: dict) -> list[Any]:
+            passed = [*args]
+            passed[key] = taken[0]
+            return passed
+
+        find, take = (lambda args, kwargs: (args[key],)), take_one
+    else:
+        number_of = {id(each): number for number, each in enumerate(use.variables)}
+        holders = {True: kwargs, False: args}
+        given = [x for key, port in ports for x in port.get(holders[isinstance(key, str)][key])]
+        numbers = [number_of[id(each)] for each in given]
+        first = [numbers.index(number) for number in range(len(use.variables))]
+
+        def find(args: tuple, kwargs: dict) -> Sequence[Any]:
+            found: list[Any] = []
+            try:
+                for key, port in ports:
+                    found += port.get(kwargs[key] if isinstance(key, str) else args[key])
+            except _OTHER:
+                return ()
+            same = all(found[first[n]] is each for n, each in zip(numbers, found, strict=True))
+            return [found[place] for place in first] if same else ()
+
+        def take(args: tuple, kwargs: dict, taken: list, named: dict) -> list[Any]:
+            # What comes again is empty there.
+            things = iter([taken[n] if first[n] == k else () for k, n in enumerate(numbers)])
+            passed, rest = [*args], dict(kwargs)
+            for key, port in ports:
+                holder: Any = rest if isinstance(key, str) else passed
+                holder[key] = port.fill(holder[key], things)
+            named.update((name, rest[name]) for name in by_name)
+            return passed + [rest[name] for name in form.by_position]
+
+    if returned is None:
+        return find, take, lambda out: (), lambda out, found: out
+    if returned.form is None:
+        return find, take, lambda out: (out,), lambda out, found: found[0]
+    return find, take, returned.get, lambda out, found: returned.fill(out, iter(found))
 
 
-def _add_variables(names: dict[str, Any], variables: Sequence[Variables]) -> None:
-    """Adds what a plan uses of its variables."""
-    for n, each in enumerate(variables):
-        # A master has a name of its own: `each._master` would take 0.2 µs, as attributes of
-        # `Variables` are looked up in Python.
-        names[f"known{n}"] = weakref.ref(each, functools.partial(_forget, names, f"master{n}"))
-        names[f"master{n}"] = each._master
-        names[f"type{n}"] = type(next(iter(each._master.arrays()), None))
-        names[f"taking{n}"] = iter(each._lock.acquire, False)
-        names[f"release{n}"] = each._lock.release
-
-
-def _forget(names: dict[str, Any], master: str, _: Any) -> None:
-    """Keeps a master no longer than its variables live."""
-    names.pop(master, None)
+_NONE, _OTHER = type(None), (_Other, LookupError)
 
 
 def _write(each: Variables, buffers: tuple) -> None:
-    each._master.write(Packed(each._layout, buffers))
-
-
-class _Source:
-    """The source code of a plan, as `text`; its constants are added to `names`."""
-
-    def __init__(self, use: Use, form: Form, outputs: Any, names: dict[str, Any]):
-        args, kwargs = use.given
-        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in kwargs):
-            raise _Unplanned
-        self._number_of = {id(each): number for number, each in enumerate(use.variables)}
-        self._positional = [f"a{position}" for position in range(len(args))]
-        # The local name of each, once it is known that it is there.
-        self._local: dict[int, str] = {}
-        self._put: list[str] = []
-        checks = [f"len(kwargs) == {len(kwargs)}" if kwargs else "not kwargs", "not args"]
-        arguments: dict[int | str, str] = {}
-        for key, argument in use.arguments_in_turn():
-            where = f"kwargs[{key!r}]" if isinstance(key, str) else self._positional[key]
-            if isinstance(key, str):
-                checks.append(f"{key!r} in kwargs")
-            arguments[key] = _rebuilt(where, argument, self._taken, checks, names)
-        if args and arguments[len(args) - 1] == self._positional[-1]:  # Not checked yet.
-            checks.append(f"{self._positional[-1]} is not NOT_GIVEN")
-        passed = [arguments[key] for key in (*range(len(args)), *form.by_position)]
-        by_name = [name for name in kwargs if name not in form.by_position]
-        if by_name:
-            names["call"] = named = functools.partial(names["call"], **dict.fromkeys(by_name))
-            names["named"] = named.keywords
-        expected: list[str] = [] if use.carried else ["out is not NOT_A_HIT"]
-        returned = "out"
-        if use.carried:
-            returned = _returned(outputs, use.carry, self._written, expected, names)
-        given = "".join(f"{name}, " for name in self._positional)
-        take = [_take(n, n < use.carried) for n in range(len(use.variables))]
-        body = _BODY.format(
-            take="; ".join(take + [f"named[{name!r}] = {arguments[name]}" for name in by_name]),
-            arguments="".join(f"{each}, " for each in passed),
-            expected=" and ".join(expected),
-            put="; ".join(self._put) or "pass",
-            outputs=returned,
-            given=given,
-            forget="; ".join(f"named[{name!r}] = None" for name in by_name) or "pass",
-        )
-        parameters = "".join(f"{name}=NOT_GIVEN, " for name in self._positional)
-        self.text = _PLAN.format(
-            parameters=parameters + "/, " * bool(args),
-            checks=" and ".join(checks),
-            locked=textwrap.indent(_locked(use, body), " " * 8),
-            given=given,
-        )
-
-    def _taken(self, where: str, each: Variables) -> tuple[str, str]:
-        number = self._number_of[id(each)]
-        if number in self._local:
-            return f"{where} is {self._local[number]}", "()"
-        self._local[number] = where
-        if where in self._positional:  # A reference to variables that are gone gives None.
-            return f"{where} is known{number}() and {where} is not None", f"k{number}"
-        self._local[number] = name = f"v{number}"  # Somebody else may change the tree meanwhile.
-        check = f"({name} := known{number}()) is not None and {where} is {name}"
-        return check, f"k{number}"
-
-    def _written(self, where: str, each: Variables) -> tuple[str, str]:
-        number = self._number_of[id(each)]
-        new = f"b{number}"
-        self._put.append(f"p{number}.buffers = {new}; master{number}.version += 1")
-        # Else it may be something else that is a tuple: the carry where it comes not alone.
-        first = f"type({new}[0]) is type{number}" if each._layout.buffers else f"not {new}"
-        return f"type({new} := {where}) is tuple and {first}", self._local[number]
-
-
-def _take(number: int, is_carried: bool) -> str:
-    if is_carried:
-        return f"p{number} = master{number}.packed; k{number} = p{number}.buffers"
-    return f"k{number} = master{number}.packed.buffers"
-
-
-def _locked(use: Use, body: str) -> str:
-    """A body that runs under the locks of the variables, in their order."""
-    in_order = sorted(range(len(use.variables)), key=lambda n: use.variables[n]._number)
-    if rest := in_order[_NESTED:]:
-        known = ", ".join(f"known{n}()" for n in rest)
-        body = f"with locked([{known}]):\n{textwrap.indent(body, ' ' * 4)}"
-    for n in reversed(in_order[:_NESTED]):
-        body = _LOCKED.format(n=n, body=textwrap.indent(body, " " * 8))
-    return body
-
-
-def _returned(
-    outputs: Any,
-    carry: Sequence[Any],
-    written: Callable[[str, Variables], tuple[str, str]],
-    expected: list[str],
-    names: dict[str, Any],
-) -> str:
-    """An expression for the outputs with the carried variables in them.
-
-    Given the outputs of the first call; `written`, `expected` and `names` are as for `_rebuilt`.
-    """
-    if comes_alone(outputs, carry):
-        return _rebuilt("out", carry[0], written, expected, names)
-    kind = type(outputs)
-    if kind not in (tuple, list):
-        raise _Unplanned
-    expected.append(f"type(out) is {kind.__name__} and len(out) == {len(outputs)}")
-    news = [_rebuilt(f"out[{i}]", tree, written, expected, names) for i, tree in enumerate(carry)]
-    rest = [f"out[{i}]" for i in range(len(carry), len(outputs))]
-    if len(rest) > _FEW:
-        rest = [f"*out[{len(carry)}:]"]
-    return _sequence(kind, news + rest)
-
-
-def _rebuilt(
-    where: str,
-    tree: Any,
-    leaf: Callable[[str, Variables], tuple[str, str]],
-    checks: list[str],
-    names: dict[str, Any],
-) -> str:
-    """An expression for a tree with something else in the place of its `Variables`.
-
-    Given an expression for the tree, and how it was in the first call. `leaf` returns, for
-    variables and where they are, what to check and what takes their place. `checks` gets what
-    there is to check before the expression is right, and `names` the keys of dicts.
-    """
-    if isinstance(tree, Variables):
-        check, new = leaf(where, tree)
-        checks.append(check)
-        return new
-    if not any(isinstance(each, Variables) for each in tree_leaves(tree)):
-        return where
-    kind = type(tree)
-    if kind not in (dict, list, tuple):
-        raise _Unplanned
-    checks.append(f"type({where}) is {kind.__name__} and len({where}) == {len(tree)}")
-    given = sorted(tree) if kind is dict else range(len(tree))
-    keys = list(map(str, given))
-    if kind is dict:
-        keys = [f"key{len(names) + n}" for n in range(len(tree))]
-        names.update(zip(keys, given, strict=True))
-        checks.extend(f"{key} in {where}" for key in keys)
-    parts = [
-        _rebuilt(f"{where}[{key}]", tree[index], leaf, checks, names)
-        for key, index in zip(keys, given, strict=True)
-    ]
-    if kind is dict:
-        return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
-    return _sequence(kind, parts)
-
-
-def _sequence(kind: type, parts: list[str]) -> str:
-    return f"[{', '.join(parts)}]" if kind is list else f"({', '.join(parts)},)"
+    if each._master.packed.buffers is not buffers:  # An interrupt may come after that.
+        each._master.write(Packed(each._layout, buffers))
