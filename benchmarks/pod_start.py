@@ -8,7 +8,8 @@ Contenders, each in processes of their own, in turn:
   `jax.experimental.serialize_executable`, and the others load it, unasked whether it is theirs.
   That is what sharing takes at the least;
 - stepcache with nothing stored: one process builds, the others load what it built;
-- stepcache, warm: each loads from its own directory.
+- stepcache, warm: each loads from its own directory;
+- `jax.jit`, warm: JAX's persistent cache, in a directory that all share, with its three options set.
 
 The time of a pod is that of its last process. Then how long it takes to agree on a new program:
 a tiny step with as many signatures, where nothing else takes long.
@@ -38,6 +39,7 @@ CONTENDERS = {
     "by hand, one compiles": ("hand", "none"),
     "stepcache, one compiles": ("stepcache", "none"),
     "stepcache, warm": ("stepcache", "own"),
+    "jax.jit, its cache, warm": ("jax", "jax"),
 }
 PEER = "jax.jit, every process compiles"
 WAYS = ("jax", "hand", "stepcache", "agree")
@@ -150,6 +152,10 @@ def run(arguments: list[str], directory: Path | None, ranks: int) -> list[dict]:
         own = str(directory / str(rank)) if directory is not None else "off"
         environment = dict(os.environ, STEPCACHE_DIR=own, JAX_PLATFORMS="cpu", NPROC="4")
         environment["RANKS"] = str(ranks)
+        if directory is not None and "jax" in arguments:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(directory / "jax")
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         command = [sys.executable, "-m", "benchmarks.pod_start", *arguments]
         command += ["--rank", str(rank), "--address", address]
         command += ["--directory", handed.name]
@@ -176,12 +182,12 @@ def starts(layers: int, rounds: int, ranks: int) -> tuple[list[Row], dict]:
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     details = {}
     with tempfile.TemporaryDirectory() as root:
-        fill = ["--work", "stepcache", "--layers", str(layers)]
-        run(fill, Path(root), ranks)
+        for way in ("stepcache", "jax"):
+            run(["--work", way, "--layers", str(layers)], Path(root), ranks)
         for _ in range(rounds):
             for name, (way, stored) in CONTENDERS.items():
                 arguments = ["--work", way, "--layers", str(layers)]
-                found = run(arguments, Path(root) if stored == "own" else None, ranks)
+                found = run(arguments, Path(root) if stored != "none" else None, ranks)
                 assert len({each["loss"] for each in found}) == 1
                 seconds[name].append(max(each["seconds"] for each in found))
                 details[name] = found
@@ -219,7 +225,7 @@ def main() -> None:
 
 def report(quick: bool) -> None:
     """Runs everything, and prints and writes it."""
-    rounds, ranks = (1, 2) if quick else (7, RANKS)
+    rounds, ranks = (1, 2) if quick else (5, RANKS)
     rows, details = starts(1 if quick else 12, rounds, ranks)
     show(f"first call to its result, the last of {ranks} processes", rows)
     taken = run(["--work", "agree"], None, ranks)
