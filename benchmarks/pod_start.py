@@ -9,7 +9,7 @@ Contenders, each in processes of their own, in turn:
   That is what sharing takes at the least;
 - stepcache with nothing stored: one process builds, the others load what it built;
 - stepcache, warm: each loads from its own directory;
-- `jax.jit`, warm: JAX's persistent cache, in a directory that all share, with its three options set.
+- `jax.jit`, warm: JAX's cache, in a directory that all share, with its three options set.
 
 The time of a pod is that of its last process. Then how long it takes to agree on a new program:
 a tiny step with as many signatures, where nothing else takes long.
@@ -225,7 +225,7 @@ def main() -> None:
 
 def report(quick: bool) -> None:
     """Runs everything, and prints and writes it."""
-    rounds, ranks = (1, 2) if quick else (5, RANKS)
+    rounds, ranks = (1, 2) if quick else (7, RANKS)
     rows, details = starts(1 if quick else 12, rounds, ranks)
     show(f"first call to its result, the last of {ranks} processes", rows)
     taken = run(["--work", "agree"], None, ranks)
