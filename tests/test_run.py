@@ -393,3 +393,28 @@ def test_the_launcher_imports_little(directory):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "stepcache.run_command" in imported
     assert not {"argparse", "json", "re", "typing"} & imported
+
+
+def test_collections_leave_out_what_jax_has_imported_and_nothing_of_the_program(directory):
+    """What is in a cycle is freed at the end as ever: a file that nobody closes is written."""
+    source = """
+    import gc, sys
+    print(gc.get_freeze_count() < 1000)
+    import jax
+    print(gc.get_freeze_count() > 100_000, gc.isenabled())
+    class Trainer:
+        def __init__(self):
+            self.log, self.call = open("log.txt", "w"), self.step
+        def step(self):
+            self.log.write("a line")
+    trainer = Trainer()
+    trainer.step()
+    class Node: pass
+    node = Node()
+    node.node = node
+    del node
+    print(gc.collect() > 0)
+    """
+    done = run(directory, write(directory, source))
+    assert done.stdout.splitlines() == ["True", "True True", "True"], done.stderr
+    assert (directory / "log.txt").read_text() == "a line"

@@ -65,8 +65,9 @@ def run(arguments: tuple[str, ...]) -> None:
 def launch(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Runs SCRIPT with ARGS as a pod on this machine, one process per rank.
 
-    jax.pods.initialize() in SCRIPT needs no arguments. The first rank that fails ends all
-    others, and its exit code becomes that of the launch.
+    jax.distributed.initialize() in SCRIPT needs no arguments; heartbeat_timeout_seconds=10 lets a
+    killed rank end the pod soon. The first rank that fails ends all others, and its exit code
+    becomes that of the launch.
     """
     try:
         code = launch_pod(script, args, **options)

@@ -48,7 +48,7 @@ _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
 _LAST_SECONDS = 6.0  # How long rank 0, and with it the service, waits for the others to leave.
 _ANSWER_SECONDS = 5.0
-_KEPT_EVENTS = 32
+_KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
 _ERROR_LENGTH = 120
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
