@@ -98,9 +98,10 @@ class Round:
             speakers: the processes that explain, such as the first one of each side.
             own: returns what this process explains; called only if it is a speaker.
         """
-        said = own() if self.rank in speakers else None
-        received = self.gather(topic, zlib.compress(plain.pack(said), 1))
-        return {rank: plain.unpack(zlib.decompress(received[rank])) for rank in speakers}
+        if self.rank in speakers:
+            self.send(topic, zlib.compress(plain.pack(own()), 1), len(self.ranks))
+        said = {rank: zlib.decompress(self.receive(topic, rank)) for rank in speakers}
+        return {rank: plain.unpack(said[rank]) for rank in speakers}
 
     def merge(self, topic: str, payload: bytes, merge: Merge) -> bytes:
         """Returns the merged contributions of all processes.

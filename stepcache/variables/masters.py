@@ -234,8 +234,8 @@ class InHostMemory(Master):
             meter[DEVICE_LINK] += self.host_layout.bytes_here[1]
             return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
+        self._is_read_ahead = copy is not None and self._copies.is_last_use(copy, self.version)
         if copy is not None:
-            self._is_read_ahead = self._copies.is_last_use(copy, self.version)
             self._copies.served(copy, self.version)
             packed = copy.value
         else:
@@ -263,7 +263,6 @@ class InHostMemory(Master):
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         if self._is_read_ahead:
-            self._is_read_ahead = False
             packed = transfer.read(self.packed, self.host_layout, meter, ahead=True)
             self._copies.keep(self.version, packed)
 

@@ -207,6 +207,24 @@ def test_chunks_arrive_whole_and_are_freed_by_the_last_receiver(monkeypatch):
     assert not any("/program/" in name for name in names.values)
 
 
+def test_what_some_explain_may_be_larger_than_a_message(monkeypatch):
+    """As the text of a module."""
+    monkeypatch.setattr("stepcache.pods.rounds.CHUNK_BYTES", 10)
+    names = Names()
+
+    def take_part(rank):
+        current = Round("round", range(3), watching(names, rank), "train", "", 9.0)
+        return current.explained_by(
+            "text", (0, 2), lambda: f"{rank}" + "".join(map(chr, range(99)))
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(take_part, range(3)))
+    assert found[0] == found[1] == found[2] and sorted(found[0]) == [0, 2]
+    assert found[0][2] == "2" + "".join(map(chr, range(99)))
+    assert not any("/text/" in name for name in names.values), "it is freed"
+
+
 def test_a_loss_is_shown_without_the_call_that_failed_of_it():
     watch = object.__new__(Watch)
     watch.rank, watch.service = 1, Service(Names())
