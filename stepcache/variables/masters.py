@@ -198,8 +198,8 @@ class InHostMemory(Master):
         devices = self._extent.devices
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
-        read = ("host", "devices", "gather"), reader.arguments, links(*self.host_layout.read_bytes)
-        way, readers, moved = read
+        way, readers = ("host", "devices", "gather"), reader.arguments
+        moved = links(*self.host_layout.read_bytes)
         if copy is None:
             return (Transfer(variable, self.version, *way, chosen, readers, moved, self._extent),)
         there = ("host", "devices", "none", why, readers)
