@@ -401,8 +401,9 @@ def test_what_orbax_s_manager_has_saved_is_read(tmp_path):
     with ocp.CheckpointManager(tmp_path / "named") as manager:
         manager.save(1, args=ocp.args.Composite(tree=ocp.args.StandardSave(tree)))
     with pytest.raises(sc.VariablesError, match="no checkpoint to restore") as raised:
-        sc.restore(tmp_path / "named" / "1", tree=tree)
+        sc.restore(tmp_path / "named" / "1", other=tree)
     assert "tree" in raised.value.got
+    same(sc.restore(tmp_path / "named" / "1", tree={"w": np.zeros(3)})["tree"], tree)
     same(sc.restore(tmp_path / "named" / "1" / "tree", w=np.zeros(3))["w"], tree["w"])
 
 
