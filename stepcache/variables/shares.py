@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,16 @@ class HostLayout(Layout):
     @functools.cached_property
     def read_bytes(self) -> tuple[int, int]:
         """Bytes that a read moves over the hosts' links, and between devices."""
-        pairs = zip(self.on_host, self.on_device, strict=True)
-        read = [(shards_bytes(host), shards_bytes(device)) for host, device in pairs if host]
-        crossing = sum(host for host, _ in read)
-        return crossing, sum(device for _, device in read) - crossing
+        return self._crossing(shards_bytes)
 
     @functools.cached_property
     def bytes_here(self) -> tuple[int, int]:
-        """Bytes that a read moves in this process: over the hosts' links, and between devices."""
+        """The same in this process."""
+        return self._crossing(bytes_here)
+
+    def _crossing(self, bytes_of: Callable[[Any], int]) -> tuple[int, int]:
         pairs = zip(self.on_host, self.on_device, strict=True)
-        read = [(bytes_here(host), bytes_here(device)) for host, device in pairs if host]
+        read = [(bytes_of(host), bytes_of(device)) for host, device in pairs if host]
         crossing = sum(host for host, _ in read)
         return crossing, sum(device for _, device in read) - crossing
 
