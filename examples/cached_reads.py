@@ -26,7 +26,7 @@ EXACT = {
     "cache=None": sc.Read(),
     'cache="device"': sc.Read(cache="device"),
 }
-LATE = {f"+ max_staleness={k}": sc.Read(cache="device", max_staleness=k) for k in (5, 20)}
+LATE = {f"+ max_staleness={k}": sc.Read(cache="device", max_staleness=k) for k in (8, 20)}
 
 
 @sc.step(batch="batch")
