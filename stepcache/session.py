@@ -89,19 +89,18 @@ class Session:
             nothing is lost, and you can wait again. Compilations and checkpoints have no deadline.
 
     In a pod (`jax.distributed.initialize`), each process passes its part of a batch along
-    `data_axis`, and all other arguments whole. Before a new program first runs, all processes
-    compare their calls, and a digest of each argument that is passed whole. A difference raises
-    `AgreementError` on all of them. If code or globals differ, each process traces the step, and
-    only different lowered programs are an error. One process builds the program, the others load
-    it. If a process is lost, ends or leaves its session while others wait for it in a collective,
-    they raise `RankLostError`. A process whose main thread is blocked by a device prints this error
-    instead, and ends with exit code 1 within seconds.
+    `data_axis`, and all other arguments whole. Each process traces and lowers a step. Before a new
+    program first runs, all compare their calls, what they have lowered, and a digest of each
+    argument that is passed whole; a difference raises `AgreementError` on all of them. One process
+    compiles the program, the others load it. If a process is lost, ends or leaves its session while
+    others wait for it in a collective, they raise `RankLostError`. A process whose main thread is
+    blocked by a device prints this error instead, and ends with exit code 1 within seconds.
 
     Raises:
         PlacementError: a rule or `data_axis` names an axis that the mesh does not have.
         OptionError: an unknown `on_miss`; a malformed rule; rules or a `data_axis` without a mesh;
             options of a target without a target; a `cache` that is not a `ProgramCache`; a
-            `max_step_bytes` that is not a number of bytes.
+            `max_step_bytes` that is not a number of bytes; an option that is gone.
     """
 
     def __init__(
