@@ -8,14 +8,12 @@ session, a fork. What it calls on a miss knows its engine weakly, and may outliv
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.calls.bound_variables import NOT_A_HIT, passes_variables
+from stepcache.resident.passing import NOT_A_HIT, passes_variables
 from stepcache.weak_objects import WeakObjects
 
 _SIGNATURES_PER_STEP = 4096
@@ -31,7 +29,7 @@ class Dispatcher:
         roles: the static arguments.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_given", "_lock", "_recent", "call")
+    __slots__ = ("__weakref__", "call")
 
     def __init__(
         self,
@@ -40,10 +38,6 @@ class Dispatcher:
         miss: Callable[..., tuple[Any, Any, bool]],
         roles: jaxcompat.ArgumentRoles,
     ):
-        self._given = (fun, name, miss, roles)
-        self._bound: weakref.WeakValueDictionary[Any, Dispatcher] = weakref.WeakValueDictionary()
-        self._recent: deque[Dispatcher] = deque(maxlen=_SIGNATURES_PER_STEP)
-        self._lock = threading.RLock()
         if jaxcompat.PRIVATE_API:
             self.call = jaxcompat.make_dispatcher(fun, name, miss, roles, _SIGNATURES_PER_STEP)
         else:
@@ -56,26 +50,8 @@ class Dispatcher:
             self.call = call
         _live.add(self)
 
-    def bound(self, first: Any) -> Dispatcher:
-        """Serves the same calls where `first` comes before the arguments, without being passed.
-
-        As a static argument it would cost each hit some 0.1 µs. The same `first` has one
-        dispatcher, as long as anybody holds that.
-        """
-        with self._lock:
-            if (found := self._bound.get(first)) is None:
-                fun, name, miss, roles = self._given
-                eager = functools.update_wrapper(functools.partial(fun, first), fun)
-                found = Dispatcher(eager, name, functools.partial(miss, first), roles)
-                self._bound[first] = found
-            self._recent.append(found)
-            return found
-
     def clear(self) -> None:
         """Drops all entries; each comes back by one cheap trip through Python."""
-        for known in self._bound.valuerefs():  # Without the lock: after a fork it may be taken.
-            if (each := known()) is not None:
-                each.clear()
         if jaxcompat.PRIVATE_API:
             self.call._clear_cache()
 
@@ -111,10 +87,6 @@ def eagerly(engine: weakref.ref[Any], fun: Callable) -> Callable:
             return fun(*args, **kwargs)
         if alive.is_planned():
             return NOT_A_HIT
-        if alive.is_over_buffers:
-            form, *args = args
-            args, kwargs = form.opened(args, kwargs)
-            return form.closed(fun(*args, **kwargs))[0]
         if passes_variables(args, kwargs):
             return alive.run_resident(args, kwargs)
         return fun(*args, **kwargs)
@@ -127,13 +99,7 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
     alive = engine()
     if alive is None:
         return jitted(*args, **kwargs), None, False
-    form: Any = args[0] if alive.is_over_buffers else None
-    if form is not None:
-        try:
-            args, kwargs = form.opened(args[1:], kwargs)
-        except ValueError:  # A planned call, with another structure beside its `Variables`.
-            return NOT_A_HIT, None, True
-    elif not alive.has_global_arguments:
+    if not (alive.is_over_buffers or alive.has_global_arguments):
         alive.call_count.add_one()
     if alive.global_arguments is not None:
         whole = alive.global_arguments(args, kwargs)
@@ -141,19 +107,11 @@ def serve(engine: weakref.ref[Any], jitted: Any, /, *args, **kwargs) -> tuple[An
             alive.has_global_arguments = True
             try:
                 args, kwargs = whole
-                dispatcher = alive.dispatcher
-                if form is not None:
-                    from stepcache.calls.over_buffers import bare
-
-                    form, args, kwargs = bare(args, kwargs, alive.spec.parameters.roles)
-                    dispatcher = dispatcher.bound(form)
-                return dispatcher.call(*args, **kwargs), None, False
+                return alive.dispatcher.call(*args, **kwargs), None, False
             finally:
                 alive.has_global_arguments = False
     if alive.is_planned():
         return NOT_A_HIT, None, True
     outputs, fast_path = alive.run(args, kwargs)
-    if form is not None:
-        outputs, fast_path = form.closed(outputs, fast_path)
     alive.call_count.is_whole &= fast_path is None or alive.has_global_arguments
     return outputs, fast_path, False

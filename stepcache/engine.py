@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
-from stepcache.calls.bound_variables import admitted, passes_variables
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope, in_mesh_of
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
@@ -42,11 +41,12 @@ from stepcache.programs.cache import caches_for
 from stepcache.programs.earlier_runs import compared_with_earlier_run, describe
 from stepcache.programs.miss_log import MissLog
 from stepcache.programs.resolve import Resolver
+from stepcache.resident.passing import admitted, passes_variables
 from stepcache.sharding import mesh_identity
 
 if TYPE_CHECKING:  # Imported where a call passes `Variables`, as few programs have any.
-    from stepcache.calls.residence import Use
-    from stepcache.resident_calls import ResidentCalls
+    from stepcache.resident.call import ResidentCall
+    from stepcache.resident.runner import ResidentRunner
 
 _making = threading.RLock()  # One engine may make another.
 
@@ -82,7 +82,7 @@ class Engine:
             self.padder = Padder(spec, self.dispatcher.call, self._weakly, scope)
         # Has the step call something else than its dispatcher; the step sets it.
         self.serve_by: Callable[[], Callable[[Callable], None] | None] = lambda: None
-        self._resident_calls: ResidentCalls | None = None
+        self._resident_runner: ResidentRunner | None = None
         self.resolver = Resolver(spec, self.miss_log)
         scope().cache.store()  # Which begins to preload.
 
@@ -98,7 +98,7 @@ class Engine:
         scope = self._open_scope()
         try:
             request = self.request(scope, args, kwargs)
-            check_budget(scope, self.spec.name, request)
+            check_budget(scope, self.spec, request)
             self._warn_of_unnamed_batch(scope, request)
             missed = (program := self._find(scope, request)) is None
             if program is not None:
@@ -127,41 +127,42 @@ class Engine:
         return outputs, None if through_python else fast_path
 
     @property
-    def resident_calls(self) -> ResidentCalls:
-        """Serves the calls that pass `Variables`; what it imports few programs need."""
-        from stepcache.calls.over_buffers import over_buffers
-        from stepcache.resident_calls import ResidentCalls
+    def resident_runner(self) -> ResidentRunner:
+        """Runs the calls that pass `Variables`; what it imports few programs need."""
+        from stepcache.resident.runner import ResidentRunner
 
         with _making:  # By the first of several threads.
-            if self._resident_calls is None:
-                own = over_buffers(self.spec), self.scope, self.miss_log
-                self._resident_calls = ResidentCalls(self, Engine(*own, is_over_buffers=True))
-            return self._resident_calls
+            if self._resident_runner is None:
+                own: Any = {"scope": self.scope, "miss_log": self.miss_log, "is_over_buffers": True}
+                self._resident_runner = ResidentRunner(self, functools.partial(Engine, **own))
+            return self._resident_runner
 
     def run_resident(self, args: tuple, kwargs: dict) -> Any:
-        use = self.resident_calls.use(args, kwargs)
+        call = self.resident_runner.read(args, kwargs)
         if jaxcompat.is_tracing():
-            args, kwargs = use.inlined()
+            args, kwargs = call.inlined()
             return self.spec.jitted(*args, **kwargs)
-        return self.resident_calls.run(self._open_scope(), use)
+        return self.resident_runner.run(self._open_scope(), call)
 
     def is_planned(self) -> bool:
         """Whether a call over buffers comes from a plan, and not from `run_resident`."""
         is_admitted = getattr(admitted, "engine", None) is self
         return self.is_over_buffers and (not is_admitted or jaxcompat.is_tracing())
 
-    def use(self, args: tuple, kwargs: dict) -> Use | None:
-        """The `Variables` that a call passes; None where it passes none, or only names them."""
+    def resident_call(self, args: tuple, kwargs: dict) -> ResidentCall | None:
+        """A call that passes `Variables`; None where it passes none, or only names them."""
         if not passes_variables(args, kwargs) or self.scope().target is not None:
             return None
-        return self.resident_calls.use(args, kwargs).checked(self.scope())
+        return self.resident_runner.read(args, kwargs).checked(self.scope())
 
     def resident(self, args: tuple, kwargs: dict) -> tuple[Engine, tuple, dict]:
         """The engine that serves a call, and the arguments that it is given."""
         if (target := self.scope().target) is not None:
             return self, *target.shown(args, kwargs)
-        use = self.use(args, kwargs)
-        return (self, args, kwargs) if use is None else (self.resident_calls.engine, *use.shown())
+        if (call := self.resident_call(args, kwargs)) is None:
+            return self, args, kwargs
+        form, args, kwargs = call.shown()
+        return self.resident_runner.engine_of(form), args, kwargs
 
     def warm(self, args: tuple, kwargs: dict) -> Program | None:
         """Builds the program of a call; None where other processes, or `jax.jit` itself, run it."""
@@ -203,10 +204,11 @@ class Engine:
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         """The shapes and dtypes of the outputs of a call."""
-        engine, args, kwargs = self.resident(args, kwargs)
+        if (call := self.resident_call(args, kwargs)) is not None:
+            return self.resident_runner.eval_shape(self.scope(), call)
+        _, args, kwargs = self.resident(args, kwargs)
         with in_mesh_of(self.scope()):
-            shapes = engine.spec.jitted.eval_shape(*args, **kwargs)
-        return shapes if engine is self else self.resident_calls.shapes_in(shapes)
+            return self.spec.jitted.eval_shape(*args, **kwargs)
 
     def _delegate(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         self.miss_log.count(delegated=1)
@@ -343,8 +345,9 @@ class Engine:
 
     def clear(self) -> None:
         """Drops all programs of the step from memory, and JAX's traces of its function."""
-        if self._resident_calls is not None:
-            self._resident_calls.engine.clear()
+        if self._resident_runner is not None:
+            for engine in self._resident_runner.engines():
+                engine.clear()
         for cache in self._caches:
             cache.release(self.number)
         self._not_holdable.clear()
@@ -354,6 +357,6 @@ class Engine:
 
     def programs(self) -> int:
         """How many programs of the step are held."""
-        resident = self._resident_calls
-        own = sum(cache.programs_of(self) for cache in self._caches)
-        return own if resident is None else own + resident.engine.programs()
+        runner = self._resident_runner
+        resident = sum(each.programs() for each in runner.engines()) if runner is not None else 0
+        return resident + sum(cache.programs_of(self) for cache in self._caches)

@@ -218,7 +218,7 @@ class Session:
         Raises:
             AgreementError: values differ; it names their paths, and the ranks.
         """
-        from stepcache.calls.residence import check_tree
+        from stepcache.variables.variables import check_tree
 
         check_tree(tree, self._scope.peers, "in check_replicas")
 

@@ -46,7 +46,7 @@ def check_carry(
         pins += [_pin(leaf) for _, leaf in leaves]
         offset += after.num_leaves
     pins += [None] * (len(staged.out_avals) - offset)
-    hosted = spec.hosted(call)
+    hosted = {number for number, on_host in spec.buffers(call).items() if on_host}
     if not hosted:
         return pins
     staged.keep_arguments(hosted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,23 +226,23 @@ def check_runnable(step: str, request: Request) -> None:
             )
 
 
-def check_budget(scope: Scope, step: str, request: Request | None, use: Any = None) -> None:
+def check_budget(
+    scope: Scope, spec: StepSpec, request: Request | None, planned: Mapping[str, int] | None = None
+) -> None:
     """Raises `TransferBudgetError` for a call that would move more than its session allows.
 
-    `request` is the call, as its program takes it; None if it is unknown. `use` is the `Use` of its
-    `Variables`; None if it passes none.
+    `request` is the call of a step of `spec`; None if it is unknown. `planned` is what its
+    `Variables` move.
     """
     if scope.max_step_bytes is None:
         return
     from stepcache.variables.plan import check_bytes
 
-    needed: Counter[str] = Counter()
+    needed = Counter(planned)
     if request is not None:
-        call, held = request.call, use.buffer_paths() if use is not None else ()
+        call, buffers = request.call, spec.buffers(request.call)
         rows = zip(call.leaves, call.signature.leaves, request.placed, request.asked, strict=True)
-        for path, row in zip(call.paths, rows, strict=True):
-            if path.slashed not in held:
+        for number, (path, row) in enumerate(zip(call.paths, rows, strict=True)):
+            if number not in buffers:
                 needed[path.text] += moved_bytes(*row)
-    if use is not None:
-        needed.update(use.plan().bytes_by_transfer)
-    check_bytes(step, needed, scope.max_step_bytes)
+    check_bytes(spec.name, needed, scope.max_step_bytes)

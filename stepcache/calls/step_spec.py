@@ -36,8 +36,8 @@ class StepSpec(NamedTuple):
     pads: tuple[Pad, ...] = ()
     # Gives a call with the leaves that its caller knows, where the program has others.
     tell: Callable[[Call], Call] = _as_it_is
-    # Gives the numbers of the leaves that are buffers of `Variables` in host memory.
-    hosted: Callable[[Call], set[int]] = lambda call: set()
+    # Gives the numbers of the leaves that are buffers of `Variables`, and whether of host memory.
+    buffers: Callable[[Call], dict[int, bool]] = lambda call: {}
     source: Any = None  # The user's function, of which a library may have made `fun`.
 
     @classmethod

@@ -68,5 +68,4 @@ from stepcache.jaxcompat.stages import (
     make_dispatcher,
     recommitted,
     unhide_methods,
-    with_output_tree,
 )

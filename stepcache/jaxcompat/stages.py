@@ -182,13 +182,6 @@ def recommitted(outputs: Any, fast_path: Any, *, is_committed: bool) -> tuple[An
     return outputs, fast_path
 
 
-def with_output_tree(fast_path: Any, outputs: Any) -> Any:
-    """What the dispatcher needs to return the same arrays in the tree of `outputs`."""
-    # The dispatcher's trees have random keys as nodes, whose leaves are their data.
-    tree = tree_util.dispatch_registry.flatten(outputs, None)[1]
-    return fast_path._replace(out_pytree_def=tree)
-
-
 _ELEMENTS_SHOWN = 1 << 16
 # In the header of a module: `input_output_alias={ {0}: (2, {}, may-alias) }`.
 _ALIASED_PARAMETER = re.compile(r"\((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from stepcache.calls.residence import Use
 from stepcache.engine import Engine
 from stepcache.errors import OptionError
 from stepcache.events import Moved, recorder
+from stepcache.resident.call import ResidentCall
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds, shown_as_printed
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
@@ -167,14 +167,14 @@ def advise(step: Any, *args: Any, writes_every: float | None = None, **kwargs: A
     if getattr(current_reader(), "target", None) is not None or jax.process_count() > 1:
         what = "advise tries the devices of this process"
         raise OptionError(what, where=where, got="a session with a target, or over several")
-    use = Use(engine.spec, args, kwargs)
-    if not use.variables:
+    call = ResidentCall(engine.spec, args, kwargs)
+    if not call.variables:
         what = "the call has no Variables, whose policies could be others"
         hint = "pass sc.Variables(state) in the place of the state"
         raise OptionError(what, where=where, hint=hint)
     choices, betweens = [], []
-    for number, each in enumerate(use.variables):
-        carried = number < use.carried
+    for number, each in enumerate(call.variables):
+        carried = number < call.carried
         between = 1.0 if carried else writes_every or _seen_between(each)
         betweens.append((each.name, between))
         with contextlib.ExitStack() as stack:
@@ -188,7 +188,7 @@ def advise(step: Any, *args: Any, writes_every: float | None = None, **kwargs: A
             for one in calls:
                 one.run(_SETTLING)
             once = max(sum(one.seconds_of_last for one in calls), 1e-6)
-            count = max(2, min(_MOST_CALLS, int(_SECONDS / len(use.variables) / _ROUNDS / once)))
+            count = max(2, min(_MOST_CALLS, int(_SECONDS / len(call.variables) / _ROUNDS / once)))
             for one in calls:
                 one.clear()
             for _, one in itertools.product(range(_ROUNDS), calls):  # The machine may be noisy.

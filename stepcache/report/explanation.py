@@ -14,13 +14,13 @@ import jax
 from jax.sharding import Sharding
 
 from stepcache import jaxcompat
-from stepcache.calls.over_buffers import HELD
 from stepcache.calls.placement import moved_bytes
-from stepcache.calls.residence import Use
 from stepcache.calls.signature import Call, Parameters, Unreadable, short_sharding
 from stepcache.calls.step_spec import Request
 from stepcache.engine import Engine
 from stepcache.events import Captured, Miss
+from stepcache.resident.call import ResidentCall
+from stepcache.resident.form import HELD
 from stepcache.units import counted, readable_bytes, readable_time, shown_as_printed, terminal_width
 from stepcache.variables.plan import Plan
 
@@ -216,9 +216,8 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         return _on_tasks(engine, args, kwargs)
     if jaxcompat.must_delegate():
         return to_jax(delegated="a setting asks for checks that only a call of jax.jit makes")
-    use = engine.use(args, kwargs)
-    if use is not None:
-        engine, args, kwargs = engine.resident(args, kwargs)
+    resident = engine.resident_call(args, kwargs)
+    engine, args, kwargs = engine.resident(args, kwargs)
     scope = engine.scope()
     try:
         request = engine.request(scope, args, kwargs)
@@ -231,10 +230,10 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
     foreseen = (None, False, None) if program else engine.foresee(scope, request)
     miss, predicted, since = foreseen
     arguments = [*_arguments(parameters, request)]
-    if use:
-        held = use.buffer_paths()
-        passed = [each for each in arguments if each.path not in held]
-        arguments = [*_leaves_of(use, parameters, request.shown), *passed]
+    if resident:
+        buffers = engine.spec.buffers(request.call)
+        passed = [each for number, each in enumerate(arguments) if number not in buffers]
+        arguments = [*_leaves_of(resident, parameters, request.shown), *passed]
     return Explanation(
         name,
         program is not None,
@@ -246,9 +245,9 @@ def explain(engine: Engine, args: tuple, kwargs: dict[str, Any]) -> Explanation:
         program.captured if program else (),
         predicted=predicted,
         trusted_since=since,
-        variables=tuple(use.told()) if use else (),
-        variable_leaves=sum(len(each._layout.slots) for each in use.variables) if use else 0,
-        plan=use.plan() if use else Plan(),
+        variables=tuple(resident.in_words()) if resident else (),
+        variable_leaves=sum(len(x._layout.slots) for x in resident.variables) if resident else 0,
+        plan=resident.plan() if resident else Plan(),
         rank=jax.process_index() if len(request.ranks) > 1 else 0,
         processes=max(1, len(request.ranks)),
     )
@@ -301,9 +300,9 @@ def _argument(path: Any, leaf: Any, *rest: Any) -> Argument:
     return Argument(path.argument, path.slashed, str(leaf), leaf.size_bytes, *rest)
 
 
-def _leaves_of(use: Use, parameters: Parameters, shown: Call) -> Iterable[Argument]:
+def _leaves_of(call: ResidentCall, parameters: Parameters, shown: Call) -> Iterable[Argument]:
     """Yields a row for each leaf of variables, once if they are passed twice."""
-    places = [(f"{place}/", each.name) for _, place, each in use.places()]
+    places = [(f"{place}/", each.name) for _, place, each in call.paths()]
     for path, leaf in zip(shown.paths, shown.signature.leaves, strict=True):
         if not path.holder.startswith(HELD):
             continue

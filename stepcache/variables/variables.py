@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from stepcache.errors import StepCacheError, UnmatchedRuleWarning, VariablesError, warn
-from stepcache.pods.replicas import is_local, token_of
+from stepcache.pods.replicas import Part, check_replicas, is_local, token_of
+from stepcache.pods.rounds import Peers
 from stepcache.sharding import (
     Placer,
     current_max_bytes,
@@ -25,7 +26,7 @@ from stepcache.sharding import (
 )
 from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.units import counted, html_table, readable_bytes
-from stepcache.variables.checkpoint_items import Savable
+from stepcache.variables.checkpoint_items import Savable, locked
 from stepcache.variables.describing import (
     check_not_constant,
     check_not_tracing,
@@ -380,3 +381,17 @@ class Variables(NoTree, Savable, Holder):
 
     def _repr_html_(self) -> str:
         return html_table("Variables", self._summary())
+
+
+def check_tree(tree: Any, peers: Peers | None, about: str) -> None:
+    """Raises `AgreementError` if replicas of values in a tree differ, on devices or processes."""
+
+    def parts() -> Iterator[Part]:
+        for path, leaf in named_leaves(tree)[0]:
+            if isinstance(leaf, Variables):
+                yield from leaf._parts_on_devices()
+            else:
+                yield path, leaf, None
+
+    with locked(jax.tree_util.tree_leaves(tree)):
+        check_replicas(parts(), peers, about)

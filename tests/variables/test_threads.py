@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from states import LARGE
 
 import stepcache as sc
-from stepcache.calls import over_buffers
+from stepcache.resident import runner
 from stepcache.variables.shares import HostLayout
 
 SMALL = (16, 8)
@@ -180,13 +180,13 @@ def test_two_variables_in_opposite_orders():
 
 
 def test_the_first_call_of_many_threads_builds_one_program(monkeypatch):
-    make = over_buffers.over_buffers
+    make = runner.over_buffers
 
-    def slowly(spec):
+    def slowly(spec, form):
         time.sleep(0.05)
-        return make(spec)
+        return make(spec, form)
 
-    monkeypatch.setattr(over_buffers, "over_buffers", slowly)
+    monkeypatch.setattr(runner, "over_buffers", slowly)
     step, many = sc.step(add_one, carry="state"), [sc.Variables(full()) for _ in range(6)]
     together(*(lambda variables=variables: step(variables) for variables in many))
     assert all(numbers(variables.value) == {1} for variables in many)

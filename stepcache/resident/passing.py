@@ -27,7 +27,7 @@ NOT_A_HIT: Any = object()
 No exception: JAX's dispatcher would never again serve such a call by itself.
 """
 admitted = threading.local()
-"""Its `engine` is the one that this thread's call, in `ResidentCalls.run`, was given to."""
+"""Its `engine` is the one that this thread's call, in `ResidentRunner.run`, was given to."""
 
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,1 @@
+"""Calls of steps that pass `Variables`: run over the buffers that hold their leaves."""
