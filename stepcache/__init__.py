@@ -61,8 +61,9 @@ if _typing.TYPE_CHECKING:
     from stepcache.report.advice import Advice, advise
     from stepcache.report.explanation import Explanation
     from stepcache.serving.connecting import connect
+    from stepcache.serving.row_optimizers import RowOptimizer
     from stepcache.variables.checkpoints import save
-    from stepcache.variables.policy import OnHost, Read, Replicated, RowOptimizer, Sharded, Write
+    from stepcache.variables.policy import OnHost, Read, Replicated, Sharded, Write
     from stepcache.variables.restoring import restore
     from stepcache.variables.variables import Variables
 else:  # Type checkers would let every name pass.
@@ -72,8 +73,9 @@ else:  # Type checkers would let every name pass.
         "report.advice": "Advice advise",
         "report.explanation": "Explanation",
         "serving.connecting": "connect",
+        "serving.row_optimizers": "RowOptimizer",
         "variables.checkpoints": "save",
-        "variables.policy": "OnHost Read Replicated RowOptimizer Sharded Write",
+        "variables.policy": "OnHost Read Replicated Sharded Write",
         "variables.restoring": "restore",
         "variables.variables": "Variables",
     }

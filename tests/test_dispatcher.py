@@ -10,7 +10,6 @@ import pytest
 
 import stepcache as sc
 from stepcache import jaxcompat
-from stepcache.dispatcher import Dispatcher
 
 needs_cpp = pytest.mark.skipif(
     not jaxcompat.PRIVATE_API, reason="about JAX's C++ dispatcher, which is not in use"
@@ -162,22 +161,3 @@ step = sc.step(lambda x: x * 2)
 assert int(step(2)) == int(step(2)) == 4 and step.stats().compiles == 1
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_a_bound_dispatcher_passes_what_it_is_bound_to():
-    given = []
-
-    def miss(*args):
-        given.append(args)
-        return args[-1], None, True
-
-    roles = jaxcompat.ArgumentRoles((), ())
-    dispatcher = Dispatcher(lambda *args: given.append(args), "f", miss, roles)
-    first, second = object(), object()
-    bound = [dispatcher.bound(first), dispatcher.bound(second)]
-    assert dispatcher.bound(first) is bound[0]
-    for each in bound:
-        each.call(1)
-    with jax.disable_jit():
-        bound[0].call(2)
-    assert given == [(first, 1), (second, 1), (first, 2)]

@@ -15,7 +15,7 @@ from stepcache.errors import TaskError, VariablesError
 from stepcache.jaxcompat.specs import encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray, fetch_refs
 from stepcache.remote.messages import Kind, Values, packed
-from stepcache.variables.describing import Parameters, blank, describe, named_leaves, placer_of
+from stepcache.variables.describing import Parameters, describe, named_leaves, placer_of
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
 from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
@@ -32,7 +32,7 @@ class RemoteMaster(Master):
         is_new: whether the tasks did not know the name before.
     """
 
-    is_resident, applies_updates = False, True
+    applies_updates = True
 
     def __init__(self, target: Any, name: str, layout: Layout):
         super().__init__(Packed(layout, ()))
@@ -168,15 +168,6 @@ class RemoteMaster(Master):
         size = links(0, 0, self.layout.size_bytes)
         way = ("client", "tasks", "copy", "the new value is sent", reader.arguments, size)
         return (Transfer(variable, self.version + 1, *way),)
-
-    def is_on_one_device(self) -> bool:
-        return False
-
-    def described(self, *, in_program: bool) -> Packed:
-        return Packed(self.layout, tuple(self.stand_ins))
-
-    def _template(self, slot: Slot) -> Any:
-        return blank(slot.shape, slot.dtype)
 
     @property
     def is_lost(self) -> bool:

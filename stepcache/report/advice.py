@@ -347,7 +347,7 @@ def _choice(variables: Variables, policy: tuple[Placement, Read, Write], calls: 
     placement, read, write = policy
     late = f"up to {counted(read.max_staleness, 'step')} late" if read.max_staleness else ""
     summed = f"updates up to {counted(write.every - 1, 'step')} late" if write.every > 1 else ""
-    extent = calls._subject.variables._master._extent
+    extent = calls._subject.variables._master.extent
     is_kept = read.cache is not None or not (isinstance(placement, OnHost) or _is_served(variables))
     return Choice(
         variables.name,

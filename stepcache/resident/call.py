@@ -153,7 +153,7 @@ class ResidentCall:
     def shown(self) -> tuple[Form, tuple, dict[str, Any]]:
         """The same with `jax.ShapeDtypeStruct`s in the place of buffers."""
         in_program = self._in_program()
-        return self._over(lambda each, _: self._master_of(each).described(in_program=in_program))
+        return self._over(lambda each, _: self._master_of(each).shapes(in_program=in_program))
 
     def _over(
         self, value_of: Callable[[Variables, bool], Packed]

@@ -59,7 +59,7 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
     # Without a session's mesh: where the call names no device, or one.
     return (
         not jaxcompat.has_concrete_mesh()
-        and all(each._master.is_on_one_device() for each in variables)
+        and all(x.sharding.num_devices == 1 for each in variables for x in each._master.arrays())
         and all(
             leaf.sharding is None or leaf.sharding.num_devices == 1
             for leaf in jax.tree_util.tree_leaves(given)

@@ -101,7 +101,7 @@ def _plan(
     turns, kinds = range(len(back)), [type(next(iter(masters[n].arrays()), ())) for n in back]
 
     def put_back(found: Sequence[Any], out: Any) -> Any:
-        def put(number: int, buffers: tuple) -> Any:
+        def put(number: int, buffers: Any) -> Any:
             master = masters[number]
             if master.packed.buffers is not buffers:  # An interrupt may come after that.
                 master.write(Packed(master.layout, buffers))
@@ -163,7 +163,7 @@ def _arguments(
     Where variables come again, they are empty there. Those that stand alone are found sooner.
     """
     takes = [(n, firsts[n] == at) for at, n in enumerate(numbers)]
-    keys = [place.key for place in form.places]
+    keys: list[Any] = [place.key for place in form.places]
     trees = [place.tree for place in form.places]
     if all(map(treedef_is_leaf, trees)) and all(isinstance(key, int) for key in keys):
         alone = [(key, *taken) for key, taken in zip(keys, takes, strict=True)]
@@ -208,13 +208,14 @@ def _outputs(
     """
     by_name = {place.name: place for place in form.places}
     rows = [(at, by_name[name]) for at, name in enumerate(carry) if name in by_name]
-    spots, back = zip(*_spots([place for _, place in rows]), strict=True) if rows else ((), ())
+    turns = _spots([place for _, place in rows])
+    spots, back = [spot for spot, _ in turns], [n for _, n in turns]
     count, places = len(carry), [firsts[n] for n in back]
     if len(rows) == count and all(treedef_is_leaf(place.tree) for _, place in rows):
         if is_alone:
-            return [*back], lambda out: ((out,), None), lambda out, found, nodes: found[0]
+            return back, lambda out: ((out,), None), lambda out, found, nodes: found[0]
         return (
-            [*back],
+            back,
             lambda out: (out[:count], None),
             lambda out, found, nodes: type(out)([found[at] for at in places] + [*out[count:]]),
         )
@@ -232,7 +233,7 @@ def _outputs(
             tops[at] = place.tree.unflatten(own)
         return tops[0] if is_alone else type(out)(tops)
 
-    return [*back], split, join
+    return back, split, join
 
 
 def _spots(places: Sequence[Place]) -> list[tuple[tuple[int, int], int]]:

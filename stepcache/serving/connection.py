@@ -16,6 +16,7 @@ from stepcache.serving.messages import DTYPES, Status
 from stepcache.serving.optimizers import export_rule, types_of
 from stepcache.serving.read_ahead import ReadAhead
 from stepcache.serving.row_cache import RowCache
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.served import Served
 from stepcache.serving.tables import MAX_ROWS, TableType
 from stepcache.sharding import current_placer, processes_of
@@ -28,7 +29,6 @@ from stepcache.variables.policy import (
     Placement,
     Read,
     Replicated,
-    RowOptimizer,
     Write,
     check_kinds,
 )

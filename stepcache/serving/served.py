@@ -16,9 +16,8 @@ from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.read_ahead import Arrival
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import blank
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Layout, Packed, Slot
+from stepcache.variables.packing import Layout, Packed
 from stepcache.variables.plan import (
     HOST_LINK,
     SERVER_LINK,
@@ -47,7 +46,7 @@ class Served(Master):
         version: version of the value.
     """
 
-    is_resident, applies_updates = False, True
+    applies_updates = True
 
     def __init__(
         self,
@@ -150,15 +149,11 @@ class Served(Master):
             self._copies.arrived(self.version, kept)
             self._copied_at = version
 
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        planned = self.plan_take(variable, reader)
-        return planned + self.plan_put(variable, reader) if reader.carried else planned
-
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
         if copy is not None:
             way = ("server", "devices", "none", why, reader.arguments)
-            planned = (Transfer(variable, copy.version, *way, extent=self._extent),)
+            planned = (Transfer(variable, copy.version, *way, extent=self.extent),)
         else:
             planned = (self._plan_read(variable, why, reader, self._read_links),)
         if self._ahead_links:
@@ -168,20 +163,20 @@ class Served(Master):
 
     def _plan_read(self, variable: str, why: str, reader: Reader, moved: Links) -> Transfer:
         way = ("server", "devices", "copy", why, reader.arguments, moved)
-        return Transfer(variable, self.version, *way, extent=self._extent)
+        return Transfer(variable, self.version, *way, extent=self.extent)
 
     @functools.cached_property
     def _read_links(self) -> Links:
         """The bytes of a read over each link: to the devices, and sent by the host."""
-        return links(self._extent.held_bytes, 0, self.layout.size_bytes)
+        return links(self.extent.held_bytes, 0, self.layout.size_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
         moved = links(self.layout.size_bytes, 0, self.layout.size_bytes)
-        return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
+        return (Transfer(variable, self.version + 1, *way, moved, extent=self.extent),)
 
     @functools.cached_property
-    def _extent(self) -> Extent:
+    def extent(self) -> Extent:
         here = SingleDeviceSharding(jaxcompat.default_device())
         buffers = self.layout.buffers
         return extent_of(each._replace(sharding=each.sharding or here) for each in buffers)
@@ -253,18 +248,6 @@ class Served(Master):
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self._seen)
-
-    def on_devices(self, meter: Meter) -> Packed:
-        return transfer.pack(self.leaves(meter), self.layout)
-
-    def copied(self) -> Master:
-        return Master(transfer.pack(self.leaves(Meter()), self.layout))
-
-    def is_on_one_device(self) -> bool:
-        return self._extent.devices == 1
-
-    def _template(self, slot: Slot) -> Any:
-        return blank(slot.shape, slot.dtype)
 
 
 def _number(version: Versions) -> int:

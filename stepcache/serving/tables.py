@@ -12,7 +12,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -27,39 +27,12 @@ from stepcache.serving.messages import (
     RowsRequest,
     check_name,
 )
-from stepcache.variables.policy import RowOptimizer
+from stepcache.serving.row_optimizers import STATE, UPDATED, RowOptimizer
 
 MAX_ROWS = 1 << 40
 MAX_TABLE_BYTES = 1 << 56
 _NOISE_ROWS = 1 << 16
 _PAGE_BYTES = mmap.PAGESIZE
-
-
-def _adagrad(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    state["squares"] += update * update
-    return rows - how.learning_rate * update / (np.sqrt(state["squares"]) + how.eps)
-
-
-def _adam(how: RowOptimizer, rows: Any, update: Any, state: dict[str, Any]) -> Any:
-    """Lazy Adam: the moments of rows without an update stay as they are."""
-    state["count"] += 1
-    state["mean"] += (1 - how.b1) * (update - state["mean"])
-    state["squares"] += (1 - how.b2) * (update * update - state["squares"])
-    count = state["count"].reshape(-1, *(1,) * (rows.ndim - 1))
-    mean = state["mean"] / (1 - how.b1**count)
-    squares = state["squares"] / (1 - how.b2**count)
-    return rows - how.learning_rate * mean / (np.sqrt(squares) + how.eps)
-
-
-_STATE = {"adagrad": ("squares",), "adam": ("count", "mean", "squares")}
-"""Arrays of each optimizer's state. "count" has one number for each row, the others its shape."""
-_RULES: dict[str, Callable[..., Any]] = {
-    "add": lambda how, rows, update, state: rows + update,
-    "assign": lambda how, rows, update, state: update,
-    "sgd": lambda how, rows, update, state: rows - how.learning_rate * update,
-    "adagrad": _adagrad,
-    "adam": _adam,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +84,7 @@ class TableType:
         """Returns shape and dtype of the rows, and of each array of the optimizer's state."""
         like = ((self.rows, *self.shape), DTYPES[self.dtype])
         count = ((self.rows,), np.dtype(np.int32))
-        names = _STATE.get(self.optimizer.name, ())
+        names = STATE.get(self.optimizer.name, ())
         return {"rows": like} | {name: count if name == "count" else like for name in names}
 
     def noise(self) -> Iterator[np.ndarray]:
@@ -214,7 +187,7 @@ class HeldTable:
         self.checked(ids)
         new = {name: values[ids] for name, values in self.arrays.items()}  # Copies.
         rows, how = new.pop("rows"), self.type.optimizer
-        new["rows"] = _RULES[how.name](how, rows, update, new)
+        new["rows"] = UPDATED[how.name](how, rows, update, new)
         for name, values in new.items():
             self.arrays[name][ids] = values
         if (new := ids[self.versions[ids] <= self.base]).size:

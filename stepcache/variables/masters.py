@@ -1,4 +1,4 @@
-"""Master copies: in the memory of the devices, or in host memory.
+"""Masters: where the value of some variables lives, and how a call takes and writes it.
 
 Everything here is called under the lock of the `Variables` that own the master, but for `version`
 and `leaves`.
@@ -7,7 +7,7 @@ and `leaves`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -55,62 +55,50 @@ class Source(Protocol):
 
 
 class Master:
-    """A master copy in the memory of the devices: a step takes its buffers as they are."""
+    """Where a value lives. Each kind has six methods of its own: `plan_take` and `take` for a call
+    that reads the value, `plan_put` and `put` for one that writes it, `assign`, and `leaves`.
 
-    is_resident = True  # Whether the buffers that a step takes are the master copy.
-    applies_updates = False  # Whether it lives in another process, which applies updates by itself.
+    A kind whose value is in another process, which applies updates there, also has `plan_apply` and
+    `apply`.
+    """
+
+    is_resident = False  # Whether the buffers that a step takes are the master copy.
+    applies_updates = False
     source: Source | None = None  # Of several masters that are read in one go.
     owner: Any = None  # A weak reference to the variables, of masters that need them.
+    extent: Any  # Of the value on the devices of this process: an `Extent`.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
 
-    @property
-    def layout(self) -> Layout:
-        """How the leaves lie in buffers."""
-        return self.packed.layout
-
-    def is_on_one_device(self) -> bool:
-        """Whether a program that takes the value may run on one device."""
-        return all(array.sharding.num_devices == 1 for array in self.packed.buffers)
-
-    def arrays(self) -> Sequence[jax.Array]:
-        """The arrays that hold the value."""
-        return self.packed.buffers
-
-    def write(self, packed: Packed) -> None:
-        """Makes this the value, and raises the version."""
-        _old, self.packed = self.packed, packed  # To free it may let another thread look.
-        self.version += 1
-
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of a call of a step."""
-        return self.plan_take(variable, reader)
-
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         """The transfers of `take`."""
-        there = ("devices", "devices", "none", "the master copy is there", reader.arguments)
-        return (Transfer(variable, self.version, *there, extent=self._extent),)
-
-    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of `put` or `assign`."""
-        return ()
-
-    @functools.cached_property
-    def _extent(self) -> Extent:
-        return extent_of(self.arrays())
+        raise NotImplementedError
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         """The value as a program takes it."""
-        return self.packed
+        raise NotImplementedError
 
-    def described(self, *, in_program: bool) -> Packed:
-        """The value as `take` would give it, in `jax.ShapeDtypeStruct`s."""
-        return Packed(self.layout, tuple(map(stand_in, self.layout.buffers)))
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """The transfers of `put` or `assign`."""
+        raise NotImplementedError
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         """Makes what a program returned the value, and raises the version."""
-        self.write(packed)
+        raise NotImplementedError
+
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        """Makes copies of other leaves the value, and raises the version."""
+        raise NotImplementedError
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        """Copies of the leaves."""
+        raise NotImplementedError
+
+    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        """The transfers of a call of a step."""
+        written = self.plan_put(variable, reader) if reader.carried else ()
+        return self.plan_take(variable, reader) + written
 
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read a newer value for the next step, if the copy may not serve that."""
@@ -118,32 +106,27 @@ class Master:
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
 
-    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        """Makes copies of other leaves the value, and raises the version."""
-        self.write(transfer.pack(leaves, self.layout))
-
-    def apply(
-        self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
-    ) -> None:
-        """Has an update added, or applied, here. Calls `on_kept` once nothing can prevent that."""
-        raise NotImplementedError
-
-    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
-        """The transfers of `apply`."""
-        raise NotImplementedError
-
-    def on_devices(self, meter: Meter) -> Packed:
-        """The value in the memory of the devices."""
-        return self.packed
-
-    def leaves(self, meter: Meter) -> list[Any]:
-        """Copies of the leaves."""
-        pairs = zip(self.layout.slots, transfer.unpack(self.packed), strict=True)
-        return [transfer.copy(leaf) if slot.offset is None else leaf for slot, leaf in pairs]
-
     def copied(self) -> Master:
-        """Another master copy of the same value, of version 0."""
-        return Master(transfer.copied(self.packed))
+        """A master copy on the devices of the same value, of version 0."""
+        return OnDevices(transfer.pack(self.leaves(Meter()), self.layout))
+
+    @property
+    def layout(self) -> Layout:
+        """How the leaves lie in buffers."""
+        return self.packed.layout
+
+    def shapes(self, *, in_program: bool) -> Packed:
+        """What `take` would give, in `jax.ShapeDtypeStruct`s."""
+        return Packed(self.layout, tuple(map(stand_in, self.layout.buffers)))
+
+    def arrays(self) -> Sequence[jax.Array]:
+        """The arrays of this process that hold the value."""
+        return self.packed.buffers
+
+    def write(self, packed: Packed) -> None:
+        """Makes this the value, and raises the version."""
+        _old, self.packed = self.packed, packed  # To free it may let another thread look.
+        self.version += 1
 
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
@@ -154,9 +137,7 @@ class Master:
         )
 
     def _template(self, slot: Slot) -> Any:
-        if slot.sharding is None and not is_key_type(slot.dtype):
-            return blank(slot.shape, slot.dtype)
-        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
+        return blank(slot.shape, slot.dtype)
 
     @property
     def is_lost(self) -> bool:
@@ -171,48 +152,70 @@ class Master:
             raise VariablesError(what, where=name, hint=hint)
 
 
+class OnDevices(Master):
+    """A master copy in the memory of the devices: a step takes its buffers as they are."""
+
+    is_resident = True
+
+    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        there = ("devices", "devices", "none", "the master copy is there", reader.arguments)
+        return (Transfer(variable, self.version, *there, extent=self.extent),)
+
+    @functools.cached_property
+    def extent(self) -> Extent:
+        return extent_of(self.arrays())
+
+    def take(self, reader: Reader, meter: Meter) -> Packed:
+        return self.packed
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        return ()
+
+    def put(self, packed: Packed, session: Any, meter: Meter) -> None:
+        self.write(packed)
+
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        self.write(transfer.pack(leaves, self.layout))
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        pairs = zip(self.layout.slots, transfer.unpack(self.packed), strict=True)
+        return [transfer.copy(leaf) if slot.offset is None else leaf for slot, leaf in pairs]
+
+    def copied(self) -> OnDevices:
+        return OnDevices(transfer.copied(self.packed))
+
+    def _template(self, slot: Slot) -> Any:
+        if slot.sharding is None and not is_key_type(slot.dtype):
+            return blank(slot.shape, slot.dtype)
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
+
+
 class InHostMemory(Master):
     """A master copy in host memory: a step takes a copy, and what it returns is written back.
 
     Or its program takes the buffers as they are, and does both itself.
     """
 
-    is_resident = False
-
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
         self._copies, self._is_read_ahead = Copies(policy), False
 
-    @property
-    def _crosses_in_program(self) -> bool:
-        """Whether a program may read the value by itself: no copy of it is kept."""
-        return self._policy.cache is None
-
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        planned = super().plan(variable, reader)
-        return planned + self.plan_put(variable, reader) if reader.carried else planned
-
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        devices = self._extent.devices
+        devices = self.extent.devices
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
         way, readers = ("host", "devices", "gather"), reader.arguments
         moved = links(*self.host_layout.read_bytes)
         if copy is None:
-            return (Transfer(variable, self.version, *way, chosen, readers, moved, self._extent),)
+            return (Transfer(variable, self.version, *way, chosen, readers, moved, self.extent),)
         there = ("host", "devices", "none", why, readers)
-        planned = (Transfer(variable, copy.version, *there, extent=self._extent),)
+        planned = (Transfer(variable, copy.version, *there, extent=self.extent),)
         if self._copies.is_last_use(copy, self.version):
             why = f"{chosen}, in the background for the next step"
-            planned += (Transfer(variable, self.version, *way, why, readers, moved, self._extent),)
+            planned += (Transfer(variable, self.version, *way, why, readers, moved, self.extent),)
         return planned
-
-    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
-        moved = links(self.host_layout.write_bytes)
-        return (Transfer(variable, self.version + 1, *way, moved, extent=self._extent),)
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
         copy, why = self._copies.serving(reader.session, self.version)
@@ -221,9 +224,20 @@ class InHostMemory(Master):
         return copy, why
 
     @functools.cached_property
-    def _extent(self) -> Extent:
+    def extent(self) -> Extent:
         pairs = zip(self.host_layout.on_host, self.host_layout.on_device, strict=True)
         return extent_of(device for host, device in pairs if host is not None)
+
+    def shapes(self, *, in_program: bool) -> Packed:
+        if not (in_program and self._crosses_in_program):
+            return super().shapes(in_program=in_program)
+        pairs = zip(self.layout.buffers, self.host_layout.on_host, strict=True)
+        return Packed(self.host_layout, tuple(stand_in(made, host) for made, host in pairs))
+
+    @property
+    def _crosses_in_program(self) -> bool:
+        """Whether a program may read the value by itself: no copy of it is kept."""
+        return self._policy.cache is None
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         if reader.in_program and self._crosses_in_program:
@@ -246,12 +260,15 @@ class InHostMemory(Master):
             self._copies.drop()  # The program will donate it.
         return packed
 
-    def described(self, *, in_program: bool) -> Packed:
-        if not (in_program and self._crosses_in_program):
-            return super().described(in_program=in_program)
-        rows = zip(self.host_layout.on_host, self.layout.buffers, strict=True)
-        buffers = (stand_in(made, host) for host, made in rows)
-        return Packed(self.host_layout, tuple(buffers))
+    def ahead(self, reader: Reader, meter: Meter) -> None:
+        if self._is_read_ahead:
+            packed = transfer.read(self.packed, self.host_layout, meter, ahead=True)
+            self._copies.keep(self.version, packed)
+
+    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
+        way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
+        moved = links(self.host_layout.write_bytes)
+        return (Transfer(variable, self.version + 1, *way, moved, extent=self.extent),)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         if packed.layout is self.host_layout:
@@ -261,11 +278,6 @@ class InHostMemory(Master):
         self._write(transfer.write(packed, self.host_layout, meter), session)
         self._copies.keep(self.version, transfer.free(packed))
 
-    def ahead(self, reader: Reader, meter: Meter) -> None:
-        if self._is_read_ahead:
-            packed = transfer.read(self.packed, self.host_layout, meter, ahead=True)
-            self._copies.keep(self.version, packed)
-
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         packed = transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter)
         self._write(packed, session)
@@ -273,9 +285,6 @@ class InHostMemory(Master):
     def _write(self, packed: Packed, session: Any) -> None:
         self.write(packed)
         self._copies.wrote(session, self.version)
-
-    def on_devices(self, meter: Meter) -> Packed:
-        return transfer.read(self.packed, self.host_layout, meter)
 
     def leaves(self, meter: Meter) -> list[Any]:
         return transfer.look(self.packed, self.host_layout, meter)
@@ -294,16 +303,16 @@ class InHostMemory(Master):
         """Makes what was computed on the host the value. It crosses no link."""
         self._write(transfer.store(packed.buffers, self.layout, self.host_layout), session)
 
+    def copied(self) -> InHostMemory:
+        return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
+
     def _template(self, slot: Slot) -> Any:
         array = self.packed.buffers[slot.buffer]
         if is_key_type(array.dtype):
-            return super()._template(slot)
+            return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
         if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
             return blank(slot.shape, slot.dtype)
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=array.sharding)
-
-    def copied(self) -> InHostMemory:
-        return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
 
 
 def hold(
@@ -325,7 +334,7 @@ def hold(
     structure, leaves, described = describe(name, tree, placement, placer, prefix, parameters)
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
     if not isinstance(placement, OnHost):
-        return Master(transfer.pack(leaves, layout))
+        return OnDevices(transfer.pack(leaves, layout))
     mesh = placer.mesh if placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
         check_for_pod(name, placement)

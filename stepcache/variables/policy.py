@@ -48,22 +48,23 @@ def _without(**gone: str) -> Callable[[T], T]:
     return decorated
 
 
-def _check(
+def check(
     holds: bool, what: str, where: str, expected: str, got: object, hint: str | None = None
 ) -> None:
+    """Raises `OptionError` unless something holds."""
     if not holds:
         raise OptionError(what, where=where, expected=expected, got=repr(got), hint=hint)
 
 
-def _check_choices(policy: Any, **choices: tuple) -> None:
+def check_choices(policy: Any, **choices: tuple) -> None:
     where = type(policy).__name__
     for name, legal in choices.items():
         expected = f"one of {', '.join(map(repr, legal))}"
         value = getattr(policy, name)
-        _check(value in legal, f"unknown {name}", where, expected, value)
+        check(value in legal, f"unknown {name}", where, expected, value)
 
 
-def _is_number(value: Any, kinds: Any, least: float = 0) -> bool:
+def is_number(value: Any, kinds: Any, least: float = 0) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= least
 
 
@@ -107,7 +108,7 @@ class Sharded:
     def __init__(self, rules: Rules | Iterable[tuple[str, PartitionSpec]]):
         expected = "Rules, or pairs of a regex and a PartitionSpec"
         is_legal = isinstance(rules, Iterable | Rules)
-        _check(is_legal, "Sharded places leaves by rules", "Sharded", expected, rules)
+        check(is_legal, "Sharded places leaves by rules", "Sharded", expected, rules)
         object.__setattr__(self, "rules", rules if isinstance(rules, Rules) else Rules(rules))
 
     def __str__(self) -> str:
@@ -137,14 +138,14 @@ class OnHost:
     update: Literal["device", "host"] = "device"
 
     def __post_init__(self):
-        _check(
+        check(
             isinstance(self.on_device, Replicated | Sharded),
             "a value is read into the devices' own memories",
             "OnHost(on_device=...)",
             "Replicated() or Sharded(rules)",
             self.on_device,
         )
-        _check_choices(self, update=UPDATES)
+        check_choices(self, update=UPDATES)
 
     def __str__(self) -> str:
         return f"on the host, read {self.on_device}"
@@ -189,10 +190,10 @@ class Read:
     max_staleness: int = 0
 
     def __post_init__(self):
-        _check_choices(self, cache=CACHES)
+        check_choices(self, cache=CACHES)
         steps = self.max_staleness
-        is_legal = _is_number(steps, int)
-        _check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
+        is_legal = is_number(steps, int)
+        check(is_legal, "max_staleness is a number of steps", "Read", "an int ≥ 0", steps)
         if self.cache is None and steps:
             what = f"cache=None contradicts max_staleness={steps}"
             raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
@@ -222,11 +223,11 @@ class Write:
     every: int = 1
 
     def __post_init__(self):
-        _check_choices(self, mode=MODES)
-        is_legal = _is_number(self.every, int, 1)
-        _check(is_legal, "every counts updates", "Write", "an int ≥ 1", self.every)
+        check_choices(self, mode=MODES)
+        is_legal = is_number(self.every, int, 1)
+        check(is_legal, "every counts updates", "Write", "an int ≥ 1", self.every)
         methods = (getattr(self.optimizer, name, None) for name in ("init", "update"))
-        _check(
+        check(
             self.mode != "apply" or all(map(callable, methods)),
             'mode="apply" needs an optimizer',
             *("Write", "an optax.GradientTransformation", self.optimizer),
@@ -242,53 +243,13 @@ class Write:
         return _changed_fields(self)
 
 
-_ROW_OPTIMIZERS = ("add", "assign", "sgd", "adagrad", "adam")
-
-
-@dataclass(frozen=True, slots=True)
-class RowOptimizer:
-    """How `push` updates rows of a served table. Only the rows of the update change.
-
-        sc.RowOptimizer("adagrad", learning_rate=0.1)
-
-    Attributes:
-        name: "add" or "assign", without other options; or "sgd", "adagrad" or "adam", whose updates
-            are gradients. Adam counts steps for each row, and updates moments only with the row.
-        learning_rate: for "sgd", "adagrad" and "adam"; more than 0.
-        b1, b2: decay rates of Adam's two moments.
-        eps: added to the divisor.
-
-    Raises:
-        OptionError: a field has no such value.
-
-    Adagrad for sparse features: Duchi et al. (2011).
-    """
-
-    name: Literal["add", "assign", "sgd", "adagrad", "adam"] = "add"
-    learning_rate: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self):
-        _check_choices(self, name=_ROW_OPTIMIZERS)
-        takes_gradients = self.name not in ("add", "assign")
-        is_legal = _is_number(self.learning_rate, int | float)
-        what = "learning_rate does not fit the optimizer"
-        expected = "a number > 0" if takes_gradients else '0: "add" and "assign" take none'
-        fits = is_legal and (self.learning_rate > 0) is takes_gradients
-        _check(fits, what, "RowOptimizer", expected, self.learning_rate)
-        for name in ("learning_rate", "b1", "b2", "eps"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-
-
 def check_kinds(placement: object, read: object, write: object) -> None:
     """Raises `OptionError` for what is no policy."""
     rows = (("placement", placement, Placement), ("read", read, Read), ("write", write, Write))
     for name, given, kinds in rows:
         expected = " or ".join(f"{kind.__name__}(...)" for kind in get_args(kinds) or (kinds,))  # type: ignore[union-attr]
         is_one = isinstance(given, kinds)
-        _check(is_one, f"{name} is no policy", f"Variables({name}=...)", expected, given)
+        check(is_one, f"{name} is no policy", f"Variables({name}=...)", expected, given)
 
 
 def check_policies(placement: object, read: object, write: object) -> None:

@@ -20,7 +20,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters
-from stepcache.variables.masters import InHostMemory, Master, Reader, hold
+from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
 from stepcache.variables.plan import HOST_LINK, Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
@@ -86,9 +86,7 @@ class Updates:
             self._check_budget(leaves, master, reader, is_last)
         return reader
 
-    def _write_sum(
-        self, summed: Sequence[Any], master: Master, reader: Reader, meter: Meter
-    ) -> None:
+    def _write_sum(self, summed: Sequence[Any], master: Any, reader: Reader, meter: Meter) -> None:
         pending, version = (self.pending_leaves, self.pending), master.version
         self.resume(None, 0)
         kept: list[bool] = []  # By the master, which repeats it.
@@ -140,7 +138,7 @@ class Updates:
         return jaxcompat.tracing_context(self._placer.mesh if self._placer else None)
 
     def _check_budget(
-        self, leaves: Sequence[Any], master: Master, reader: Reader, is_last: bool
+        self, leaves: Sequence[Any], master: Any, reader: Reader, is_last: bool
     ) -> None:
         if (max_bytes := current_max_bytes()) is None:
             return
@@ -166,9 +164,9 @@ class Updates:
         layout, init = master.layout, self._write.optimizer.init
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
-            master = Master(transfer.pack(zeros, layout))
+            master = OnDevices(transfer.pack(zeros, layout))
         if not self._on_host:
-            leaves = transfer.unpack(master.on_devices(meter))
+            leaves = transfer.unpack(master.take(Reader(current_reader(), carried=True), meter))
             with self._tracing():
                 state = init(layout.tree.unflatten(leaves))
             return self.held_state(state, master, meter)

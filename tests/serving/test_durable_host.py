@@ -15,8 +15,8 @@ from stepcache.link.processes import Process, _process_of
 from stepcache.serving import durable_host, host_directory
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, Refused, WriteRequest, Written
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.tables import TableType
-from stepcache.variables.policy import RowOptimizer
 
 LAYOUT = BlockLayout([("w", [1], "float32")])
 ENDED = Process(2**22 + 1, "1", Process.current().host)

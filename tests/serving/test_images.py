@@ -12,8 +12,8 @@ from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, JoinRequest, SnapshotRequest, WriteRequest
 from stepcache.serving.optimizers import ExportedRule, export_rule
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.tables import TableType
-from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Block, MemoryTables
 
 LAYOUT = BlockLayout([("w", [3000], "float32"), ("empty", [0, 2], "int8"), ("b", [], "bfloat16")])

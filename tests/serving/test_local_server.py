@@ -27,9 +27,9 @@ from stepcache.link.processes import Process
 from stepcache.serving import host_directory, local_server, local_transport
 from stepcache.serving.channel import Channel, Channels, Listener
 from stepcache.serving.local_transport import address, joined, splitter
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.shared_memory import Opened, Place
 from stepcache.serving.tables import TableType
-from stepcache.variables.policy import RowOptimizer
 from tests.serving.servers import PROJECT, LocalServer, run_command
 
 

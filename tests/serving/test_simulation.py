@@ -13,8 +13,8 @@ from stepcache.errors import ServerLostError, VariablesError
 from stepcache.serving.held import LastWrite
 from stepcache.serving.host import Host
 from stepcache.serving.messages import BlockLayout, SnapshotRequest, WriteRequest
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.tables import TableType
-from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Killed, Network, check_reads, client
 
 WRITES = 64

@@ -20,10 +20,10 @@ from stepcache.errors import VariablesError
 from stepcache.serving import durable_host, snapshots, table_files
 from stepcache.serving.durable_host import DurableHost
 from stepcache.serving.messages import BlockLayout, JoinRequest, RowsRequest, WriteRequest
+from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import TableType
 from stepcache.variables import checkpoint_files
-from stepcache.variables.policy import RowOptimizer
 from tests.serving.network import Block
 from tests.serving.servers import Child
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepcache.variables import transfer
+from stepcache.variables.masters import Reader
 
 
 def raw(leaf) -> np.ndarray:
@@ -69,5 +70,6 @@ def lose(variables):
 
 def on_devices(variables):
     """The tree as the devices have it when a step takes it."""
-    leaves = transfer.unpack(variables._master.on_devices(transfer.Meter()))
+    packed = variables._master.take(Reader(None, carried=True), transfer.Meter())
+    leaves = transfer.unpack(packed)
     return variables._layout.tree.unflatten(leaves)
