@@ -18,7 +18,7 @@ from stepcache import jaxcompat
 from stepcache.calls import signature as signatures
 from stepcache.calls.carry import check_tied, note_deleted
 from stepcache.calls.context import Scope, current_scope, in_mesh_of
-from stepcache.calls.global_arguments import GlobalArguments, is_of_pod, with_global_arrays
+from stepcache.calls.global_arguments import GlobalArguments, is_of_pod
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
 from stepcache.calls.placement import (
@@ -116,14 +116,15 @@ class Engine:
             if missed or not watched:  # Else it may be one hit of many, which nothing slows down.
                 check_tied(self.spec, request, program.run)
             self.resolver.compare_values(scope, request)
-            outputs, fast_path = self._execute(scope, request, program)
+            whole = GlobalArguments(request, self.scope) if is_of_pod(request) else None
+            outputs, fast_path = self._execute(scope, request, program, whole)
         except (Unreadable, NotHoldable, jaxcompat.InvalidInputError):
             return self._delegate(args, kwargs)
         finally:
             self.resolver.settle()
         through_python = watched or scope.closed
-        if not (request.call.signature.statics or through_python) and is_of_pod(request):
-            self.global_arguments = GlobalArguments(request, self.scope)
+        if not (request.call.signature.statics or through_python) and whole is not None:
+            self.global_arguments = whole
         return outputs, None if through_python else fast_path
 
     @property
@@ -311,8 +312,10 @@ class Engine:
             self.miss_log.count(hits=1)
         return program
 
-    def _execute(self, scope: Scope, request: Request, program: Program) -> tuple[Any, Any]:
-        call = with_global_arrays(request)
+    def _execute(
+        self, scope: Scope, request: Request, program: Program, whole: GlobalArguments | None
+    ) -> tuple[Any, Any]:
+        call = request.call if whole is None else whole.whole(request.call)
         try:
             self.calls_back |= program.run.calls_back
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)

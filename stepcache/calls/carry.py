@@ -126,10 +126,10 @@ class OverStep:
 
         Raises `CarryError` if the outputs do not begin with the carry.
         """
-        structure = jax.tree_util.tree_structure
-        if len(carried) == 1 and structure(outputs) == structure(carried[0]):
+        structure, count = jax.tree_util.tree_structure, len(carried)
+        if [structure(outputs)] == [*map(structure, carried)]:
             return (outputs,), (), lambda new, rest: new[0]
-        kind, count = type(outputs), len(carried)
+        kind = type(outputs)
         if kind not in (tuple, list) or len(outputs) < count:
             refuse_outputs(self.__name__, self._carry, structure(outputs))
         return tuple(outputs[:count]), tuple(outputs[count:]), lambda new, rest: kind((*new, *rest))
