@@ -6,7 +6,7 @@ What serves such calls imports much, and is imported at the first of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -76,65 +76,52 @@ def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: 
     """Raises `VariablesError` for variables that are static, placed leaf by leaf, or donated and
     not carried; `read` says whether some are not carried.
     """
-    for name, what, hint in _refused(spec, read):
-        for each in variables_of(argument_of(spec.parameters.positional, args, kwargs, name)):
-            where = f"{spec.name}, argument {name}"
-            raise VariablesError(what, where=where, got=repr(each), hint=hint)
+    options, (positional, *_), roles = spec.options, spec.parameters, spec.parameters.roles
+    carry, name_of = spec.parameters.carry, spec.parameters.name_of
 
+    def named(entries: Any) -> list[str]:
+        """The names of some arguments, given by number or name, one or several."""
+        several = (entries,) if isinstance(entries, int | str) else entries or ()
+        numbers = ((n % len(positional) if n < 0 else n) for n in several if isinstance(n, int))
+        return [*map(name_of, numbers), *(name for name in several if isinstance(name, str))]
 
-def _refused(spec: StepSpec, read: bool) -> Iterator[tuple[str, str, str]]:
-    """The arguments that may not be `Variables`, why not, and what to do."""
-    roles = spec.parameters.roles
-    for name in _donated(spec) if read else ():
-        yield (
+    donated = [*named(options.get("donate_argnums")), *named(options.get("donate_argnames"))]
+    refused = [
+        (
             name,
             "variables are donated but not carried, and would lose their value",
             f"write carry={name!r} if the step returns them updated; else do not donate them",
         )
-    statics = {*map(spec.parameters.name_of, roles.static_argnums), *roles.static_argnames}
-    for name in sorted(statics):
-        yield (
+        for name in donated
+        if read and name not in carry
+    ]
+    refused += [
+        (
             name,
             "variables cannot be static: their values are not part of a program",
             f"remove {name!r} from static_argnames",
         )
-    for option, entries in _placed_by_leaf(spec.options, spec.parameters.carry):
-        for name in (_name(spec, entry) for entry in entries):
-            yield (
-                name,
-                f"{option} cannot place variables, which have a placement",
-                f"write None for {name!r} in {option}; placement=... of Variables places them",
-            )
-
-
-def _donated(spec: StepSpec) -> Iterable[str]:
-    """The donated arguments that are not carried."""
-    for option in ("donate_argnums", "donate_argnames"):
-        value = spec.options.get(option)
-        for each in (value,) if isinstance(value, int | str) else value or ():
-            name = _name(spec, each)
-            if name not in spec.parameters.carry:
-                yield name
-
-
-def _name(spec: StepSpec, each: int | str) -> str:
-    parameters = spec.parameters.positional
-    if isinstance(each, int) and -len(parameters) <= each < len(parameters):
-        return parameters[each]
-    return str(each)
-
-
-def _placed_by_leaf(
-    options: dict[str, Any], carry: tuple[str, ...]
-) -> Iterator[tuple[str, list[int | str]]]:
-    """The options that place arguments or carries leaf by leaf, and which of them."""
-    given = options.get("in_shardings")
-    if isinstance(given, tuple | list):
-        yield "in_shardings", [n for n, each in enumerate(given) if not _is_whole(each)]
-    given = options.get("out_shardings")
-    if not _is_whole(given):
-        named = zip(carry, given if isinstance(given, tuple | list) else (given,), strict=False)
-        yield "out_shardings", [name for name, each in named if not _is_whole(each)]
+        for name in sorted({*named(roles.static_argnums), *roles.static_argnames})
+    ]
+    placing, returned = options.get("in_shardings"), options.get("out_shardings")
+    entries = placing if isinstance(placing, tuple | list) else ()
+    rows = [("in_shardings", name_of(n), each) for n, each in enumerate(entries)]
+    entries = returned if isinstance(returned, tuple | list) else (returned,)
+    if not _is_whole(returned):
+        rows += [("out_shardings", *row) for row in zip(carry, entries, strict=False)]
+    refused += [
+        (
+            name,
+            f"{option} cannot place variables, which have a placement",
+            f"write None for {name!r} in {option}; placement=... of Variables places them",
+        )
+        for option, name, each in rows
+        if not _is_whole(each)
+    ]
+    for name, what, hint in refused:
+        for each in variables_of(argument_of(positional, args, kwargs, name)):
+            where = f"{spec.name}, argument {name}"
+            raise VariablesError(what, where=where, got=repr(each), hint=hint)
 
 
 def _is_whole(entry: Any) -> bool:

@@ -45,8 +45,6 @@ class Connection:
         hosts: sends the requests.
     """
 
-    _trace_attributes = ("address",)
-
     def __init__(self, address: str, hosts: Hosts):
         self.address, self.hosts = address, hosts
         self._summing: list[Variables | Table] = []  # They add updates up (`every=k`).

@@ -87,8 +87,6 @@ class Table(Holder):
         VariablesError: a host has another table, or variables, of this name.
     """
 
-    _trace_attributes = ("name", "shape", "dtype")
-
     def __init__(
         self,
         hosts: Hosts,

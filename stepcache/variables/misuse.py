@@ -31,8 +31,6 @@ class NoTree:
     read: Read
     write: Write
     _made = False  # Whether this process has made any yet.
-    # What a trace can read of them, as `.value` raises there: a program depends on no more.
-    _trace_attributes = ("name", "placement", "read", "write", "version", "nbytes", "moved_bytes")
 
     @property
     def __jax_array__(self):
