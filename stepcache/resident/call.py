@@ -98,12 +98,9 @@ class ResidentCall:
             each._made_of = {}
 
     def paths(self) -> Iterator[tuple[str, str, Variables]]:
-        """Where variables stand, in the order of the arguments: the argument, and the path as rules
-        read it, such as `rest/0`.
-        """
+        """Where variables stand: the argument, and the path as rules read it, such as `rest/0`."""
         arguments = arguments_of(*self.given)
-        order = {key: number for number, key in enumerate(arguments)}
-        for place in sorted(self.places, key=lambda place: order[place.key]):
+        for place in self.places:
             base = place.name.replace("[", "/").rstrip("]")
             for keys, leaf in jax.tree_util.tree_flatten_with_path(arguments[place.key])[0]:
                 if isinstance(leaf, Variables):
