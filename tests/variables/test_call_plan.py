@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import arrays_of, lose
+from flax import struct
 
 import stepcache as sc
 from stepcache.engine import Engine
@@ -76,6 +77,19 @@ def of_tuple(held):
     return (up(held[0]),)
 
 
+@struct.dataclass
+class State:
+    """As training loops keep it."""
+
+    params: object
+    moments: object
+    step: object
+
+
+def of_state(held, x):
+    return held.replace(params=up(held.params, x[0]), step=held.step + 1), x
+
+
 X = np.arange(3, dtype=np.float32)
 # The step, its carry, and its arguments: numbers stand for variables.
 CASES = {
@@ -94,6 +108,13 @@ CASES = {
     "a dict": (of_dict, "held", ({"z": [1, X], "a": 2, "n": X},), {}),
     "a dict and more": (of_dict_and_more, "held", ({"z": [1, X], "a": 2, "n": X}, X), {}),
     "a tuple alone": (of_tuple, "held", ((1,),), {}),
+    "a class of the user's": (of_state, "held", (State(1, 2, X), X), {}),
+    "two in a class that is read": (
+        lambda held: up(held.params, held.step[0]),
+        (),
+        (State(1, 2, X),),
+        {},
+    ),
 }
 # An order of outputs that the carry names, not the parameters.
 _SWAPPED = {"carried in another order"}
@@ -459,3 +480,16 @@ def test_a_planned_step_that_is_cleared_builds_anew(entered):
     assert step.stats().compiles == 2
     assert len(entered) == 2
     assert state.version == 5
+
+
+def test_calls_of_many_forms_leave_the_engines_of_the_last_ones():
+    step = sc.step(lambda **held: sum(jnp.sum(x) for x in jax.tree.leaves(held)))
+    state = sc.Variables(ramp(0))
+    for number in range(70):
+        for _ in range(2):
+            assert float(step(**{f"state{number}": state})) == 6
+    assert len(step._engine.resident_runner.engines()) == step.stats().programs == 64
+    assert float(step(state0=state)) == 6
+    step.clear_cache()
+    assert step.stats().programs == 0
+    assert float(step(state0=state)) == float(step(state69=state)) == 6
