@@ -14,7 +14,7 @@ from stepcache.calls.placement import check_budget
 from stepcache.calls.residence import Use
 from stepcache.calls.signature import Unreadable
 from stepcache.dispatcher import Dispatcher
-from stepcache.variables.checkpoint_items import locked
+from stepcache.variables.variables import locked
 
 
 class ResidentCalls:

@@ -21,9 +21,8 @@ from stepcache.calls.bound_variables import NOT_A_HIT
 from stepcache.calls.over_buffers import Form
 from stepcache.calls.residence import Use, carried, comes_alone, put_back
 from stepcache.calls.step_spec import StepSpec
-from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed
-from stepcache.variables.variables import Variables
+from stepcache.variables.variables import Variables, locked
 
 _PLANS_PER_STEP = 8
 

@@ -23,13 +23,12 @@ from stepcache.errors import VariablesError
 from stepcache.pods.replicas import Part, check_replicas, compare
 from stepcache.pods.rounds import Peers
 from stepcache.variables import transfer
-from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.describing import joined, named_leaves
 from stepcache.variables.masters import Master, Reader, Source
 from stepcache.variables.packing import Layout, Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
-from stepcache.variables.variables import Variables
+from stepcache.variables.variables import Variables, locked
 
 
 class Use:

@@ -147,16 +147,12 @@ def test_one_that_falls_silent_is_lost_by_its_heartbeats(together):
 
 SAVING = """
 from pathlib import Path
-from stepcache.variables import checkpoints
+from stepcache.variables import checkpoint_steps
+import orbax.checkpoint as ocp
 bump = sc.step(lambda state: jax.tree.map(lambda x: x + 1, state), carry="state")
 def die(*_):
     say("dying", time.time())
     os.kill(os.getpid(), signal.SIGKILL)
-rename = Path.rename
-def between_the_names(self, target):
-    rename(self, target)
-    if target.name == "old":
-        die()
 try:
     with sc.Session(mesh):
         value = sc.Variables({{"w": np.zeros((64, 8), np.float32), "n": 0}}, name="value")
@@ -170,10 +166,10 @@ try:
             sc.save("saved", value=value)
             bump(value)
             if RANK == {victim}:
-                if RANK == 0 and {point!r} == "between the names":
-                    Path.rename = between_the_names
+                if RANK == 0 and {point!r} == "removing":
+                    checkpoint_steps._remove = die
                 else:
-                    checkpoints._write = die
+                    ocp.StandardCheckpointer.save = die
             sc.save("saved", value=value)
             say("saved")
 except sc.RankLostError as error:
@@ -181,7 +177,7 @@ except sc.RankLostError as error:
 """
 
 
-SAVED = [("between the names", 0), ("writing", 1)]
+SAVED = [("removing", 0), ("writing", 1)]
 
 
 def saving(directory, point, victim):
