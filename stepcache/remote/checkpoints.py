@@ -116,7 +116,7 @@ def write(
         return nested(storable(leaves, copied=False))
 
     saving = Saving(Path(body["directory"]))
-    saving.start(saving.together(collected), body["about"], body["step"], body["keep"])
+    saving._start(saving._together(collected), body["about"], body["step"], body["keep"])
     saving.wait()
 
 

@@ -147,7 +147,9 @@ def masters_to_restore(
     return masters
 
 
-def put(name: str, variables: Variables, read: dict[str, tuple[Master, list]], about: dict) -> None:
+def put_trees(
+    name: str, variables: Variables, read: dict[str, tuple[Master, list]], about: dict
+) -> None:
     """Writes trees that were read: to each its master, and its leaves; None for those not stored.
 
     Those stay as they are. Under the lock.

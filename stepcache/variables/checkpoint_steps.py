@@ -69,9 +69,9 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         _clean(directory)
-        newest = next(iter(steps_in(directory)), "step_-1")
-        number = int(str(newest).rpartition("_")[2]) + 1 if step is None else step
-        target = step_path(directory, number)
+        if step is None:
+            step = next((int(path.name[5:]) + 1 for path in steps_in(directory)), 0)
+        target = step_path(directory, step)
         if target.exists():
             if our_metadata(target) is None:
                 what = "a save would replace what stepcache did not write, or what is damaged"
@@ -89,27 +89,20 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Context manager of the only process that writes to a directory.
-
-    Raises:
-        VariablesError: another process is writing to it; one that was killed is not.
-    """
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        what = "another process is writing a checkpoint to this directory"
-        hint = "have each program save to a directory of its own"
-        raise VariablesError(what, where=str(directory), hint=hint) from None
-    except OSError:
-        pass  # A file system without locks.
-    try:
+    """Context manager of the only process that saves to a directory. A killed one has no lock."""
+    with contextlib.ExitStack() as stack:
+        opened = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, opened)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(fcntl.flock, opened, fcntl.LOCK_UN)  # A forked child may have it open.
+        except BlockingIOError:
+            what = "another process is writing a checkpoint to this directory"
+            hint = "have each program save to a directory of its own"
+            raise VariablesError(what, where=str(directory), hint=hint) from None
+        except OSError:
+            pass  # A file system without locks.
         yield
-    finally:
-        with contextlib.suppress(OSError):  # A forked child may have the directory open, too.
-            fcntl.flock(opened, fcntl.LOCK_UN)
-        os.close(opened)
 
 
 def _clean(directory: Path) -> None:

@@ -41,7 +41,7 @@ class Saving:
     """A save that is being written, or has been."""
 
     def __init__(self, directory: Path):
-        self.together = Together(f"saving {directory}", "the checkpoint could not be written")
+        self._together = Together(f"saving {directory}", "the checkpoint could not be written")
         self._directory = directory
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -60,13 +60,13 @@ class Saving:
             RankLostError: a process of the pod was lost.
         """
         if self._thread is not None:
-            self.together.guarded(self._thread.join)
+            self._together.guarded(self._thread.join)
         with contextlib.suppress(ValueError):  # Another thread may wait, too.
             _unfinished.remove(self)
         is_agreed, self._is_agreed = self._is_agreed, True
         try:
             if not is_agreed:
-                self.together(self._raise)
+                self._together(self._raise)
         except VariablesError as error:
             self._error = error
         self._raise()
@@ -75,7 +75,7 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def start(self, tree: Any, about: dict[str, Any], step: int | None, keep: int) -> None:
+    def _start(self, tree: Any, about: dict[str, Any], step: int | None, keep: int) -> None:
         """Copies the arrays to the host, and starts to write them in the background."""
         import orbax.checkpoint as ocp
 
@@ -88,8 +88,8 @@ class Saving:
         with contextlib.ExitStack() as running:
             running.enter_context(_writing)
             place = writing(self._directory, step, keep)
-            path = Path(self.together.first(lambda: running.enter_context(place)))
-            checkpointer = self.together(started)
+            path = Path(self._together.first(lambda: running.enter_context(place)))
+            checkpointer = self._together.guarded(started)
             _finish_before_exit()
             rest = running.pop_all()
         work = functools.partial(self._finish, rest, checkpointer)
@@ -108,7 +108,7 @@ class Saving:
                 checkpointer.wait_until_finished()
         except Exception as error:
             self._error = error
-            _log.error("%s: %s", self.together.label, first_line(error))
+            _log.error("%s: %s", self._together.label, first_line(error))
 
 
 def join_all() -> None:
@@ -193,8 +193,8 @@ def save(
             leaves += storable(leaves_of(trees), copied=asynchronous)
         tree = nested(leaves)
     reason = "saves, which all processes have to do together"
-    saving.together(lambda: None, reason, patient=False)
-    saving.start(tree, about, step, keep)
+    saving._together(lambda: None, reason, patient=False)
+    saving._start(tree, about, step, keep)
     if not asynchronous or _process_hooks.THREADS_END_EARLY:
         saving.wait()
     return saving
@@ -221,13 +221,11 @@ def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
     stored = []
     for leaf in leaves:
         value, kind = leaf.value, leaf.kind  # Checks that it is an array, or a number.
-        if isinstance(value, jax.ShapeDtypeStruct):
-            what, got = "a leaf of a checkpoint has no value", "a jax.ShapeDtypeStruct"
-            raise VariablesError(what, where=leaf.path, got=got)
+        is_deleted = isinstance(value, jax.Array) and value.is_deleted()
+        if is_deleted or isinstance(value, jax.ShapeDtypeStruct):
+            got = "a donated or deleted array" if is_deleted else "a jax.ShapeDtypeStruct"
+            raise VariablesError("a leaf of a checkpoint has no value", where=leaf.path, got=got)
         if isinstance(value, jax.Array):
-            if value.is_deleted():
-                what, got = "a leaf of a checkpoint has no value", "a donated or deleted array"
-                raise VariablesError(what, where=leaf.path, got=got)
             value = jax.random.key_data(value) if is_key(value) else value
             if jax.process_count() > 1 and value.is_fully_addressable:
                 value = np.asarray(value)  # orbax writes global arrays only.
@@ -254,8 +252,19 @@ class Together:
         self.label, self._what, self._expected = label, what, expected
 
     def guarded(self, work: Callable[[], Any]) -> Any:
-        """Does work that waits for the other processes. Raises `RankLostError` if one is lost."""
-        return work() if self._peers is None else self._peers.guarded(work)
+        """Does work that waits for the other processes.
+
+        Raises:
+            RankLostError: one of them is lost.
+            VariablesError: orbax, or the file system, fails.
+        """
+        try:
+            return work() if self._peers is None else self._peers.guarded(work)
+        except StepCacheError:
+            raise
+        except Exception as error:
+            what = f"{self._what}: {first_line(error)}"
+            raise VariablesError(what, where=self.label, expected=self._expected) from error
 
     def first(self, work: Callable[[], Any]) -> str:
         """Does work in the first process alone. Returns its result as text, in all."""
@@ -283,10 +292,6 @@ class Together:
             raise
         except StepCacheError as error:
             failed = error
-        except Exception as error:
-            what = f"{self._what}: {first_line(error)}"
-            failed = VariablesError(what, where=self.label, expected=self._expected)
-            failed.__cause__ = error
         own = f"-{failed}" if failed is not None else f"+{result if of_first else ''}"
         if self._peers is not None:
             answers = self._peers.gather(self.label, own.encode(), reason, patient=patient)

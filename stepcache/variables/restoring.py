@@ -17,10 +17,20 @@ from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.pods.global_arrays import placed
 from stepcache.units import listed
-from stepcache.variables import checkpoint_items, checkpoints
-from stepcache.variables.checkpoint_items import Kind, Leaf, is_key, is_number, leaves_of
+from stepcache.variables import checkpoints
+from stepcache.variables.checkpoint_items import (
+    Kind,
+    Leaf,
+    is_key,
+    is_number,
+    key_text,
+    leaves_of,
+    masters_to_restore,
+    put_trees,
+)
 from stepcache.variables.checkpoint_steps import find, is_composite, our_metadata
 from stepcache.variables.describing import check_not_tracing
+from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
@@ -71,7 +81,7 @@ def restore(
 
     Raises:
         VariablesError: `directory` is a URL, there is no checkpoint or a damaged one, a leaf is
-            missing, new, or of another shape or dtype, or tasks are asked to cast or rename.
+            missing, new, or of another shape or dtype.
         RankLostError: a process of the pod was lost.
         ForkedProcessError: this process was forked after JAX had started.
     """
@@ -110,18 +120,15 @@ def _together(root: Path) -> checkpoints.Together:
 def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, Any]]:
     """Reads some items of one tree of orbax's."""
     stored = _Stored(path, items, how.rename)
-    # Tasks ask for an optimizer's state by the name of its tree, stored or not.
-    items = {name: x for name, x in items.items() if ":" not in name or name in stored.trees}
-    variables = {name: item for name, item in items.items() if isinstance(item, Variables)}
-    masters = {
-        name: checkpoint_items.masters_to_restore(
-            name, item, stored.trees, stored.about.get(name, {}), how.partial
-        )
-        for name, item in variables.items()
-    }
-    templates = dict(items)
-    for parts in masters.values():
-        templates |= {part: master.templates() for part, master in parts.items()}
+    masters: dict[str, dict[str, Master]] = {}
+    templates: dict[str, Any] = {}
+    for name, item in items.items():
+        if isinstance(item, Variables):
+            about = stored.about.get(name, {})
+            masters[name] = masters_to_restore(name, item, stored.trees, about, how.partial)
+            templates |= {part: master.templates() for part, master in masters[name].items()}
+        elif ":" not in name or name in stored.trees:  # Tasks ask for any optimizer's state.
+            templates[name] = item
     leaves = {name: leaves_of({name: tree}) for name, tree in templates.items()}
     every = [leaf for rows in leaves.values() for leaf in rows]
     _check_same(stored, every, items, how)
@@ -131,17 +138,19 @@ def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str,
         for part, master in parts.items():
             stays = [value is None for value in read[part]]
             if any(stays) and not (part == name and all(stays)):
-                master.check_not_lost(variables[name].name)
+                master.check_not_lost(items[name].name)
 
     def put() -> dict[str, Any]:
-        restored = dict(items)
-        for name in items.keys() - variables.keys():
-            own = [values.get(leaf.path, leaf.value) for leaf in leaves[name]]
-            restored[name] = jax.tree_util.tree_structure(items[name]).unflatten(own)
-        with locked(variables.values()):
-            for name, item in variables.items():
-                trees = {part: (master, read[part]) for part, master in masters[name].items()}
-                checkpoint_items.put(name, item, trees, stored.about.get(name, {}))
+        restored = {}
+        with locked(items.values()):
+            for name, item in items.items():
+                if name in masters:
+                    trees = {part: (master, read[part]) for part, master in masters[name].items()}
+                    put_trees(name, item, trees, stored.about.get(name, {}))
+                    restored[name] = item
+                elif name in templates:
+                    own = [values.get(leaf.path, leaf.value) for leaf in leaves[name]]
+                    restored[name] = jax.tree_util.tree_structure(item).unflatten(own)
         return restored
 
     return put
@@ -163,16 +172,18 @@ class _Stored:
 
     def __init__(self, path: Path, asked: Collection[str], rename: Mapping[str, str | None]):
         import orbax.checkpoint as ocp
+        from etils import epath
 
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(path).item_metadata.tree
+        self.directory = epath.Path(path)
+        self._handler = ocp.PyTreeCheckpointHandler()  # A `Checkpointer` would wait for all.
+        tree = self._handler.metadata(self.directory).tree
         flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = ["/".join(map(checkpoint_items.key_text, keys)) for keys, _ in flat]
+        paths = ["/".join(map(key_text, keys)) for keys, _ in flat]
         ours = our_metadata(path)
         if ours is None and len(asked) == 1 and not {x.partition("/")[0] for x in paths} & {*asked}:
             # A tree that orbax's user has saved without a name is the only item asked for.
             paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
-        self.directory, self._paths = path, [_renamed(path, rename) for path in paths]
+        self._paths = [_renamed(path, rename) for path in paths]
         rows = zip(self._paths, (x for _, x in flat), strict=True)
         self.kinds = {path: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for path, x in rows}
         self.kinds.pop(_LEFT_OUT, None)
@@ -198,8 +209,7 @@ class _Stored:
         if templates:
             item, restore_args = map(self._structure.unflatten, (targets, options))
             args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                tree = checkpointer.restore(self.directory, args=args)
+            tree = self._handler.restore(self.directory, args=args)
             read = dict(zip(self._paths, self._structure.flatten_up_to(tree), strict=True))
         values = {path: _like(path, template, read[path]) for path, template in templates.items()}
         empty = [leaf for leaf in leaves if leaf.path not in values and 0 in leaf.kind.shape]

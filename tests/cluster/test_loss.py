@@ -8,7 +8,7 @@ from tests.cluster.pods import HEARTBEAT_SECONDS, run_pod, succeeded
 
 SCRIPT = """
 from stepcache.events import StageStarted
-def die(*_):
+def die(*_, **__):
     say("dying", time.time())
     os.kill(os.getpid(), signal.SIGKILL)
 def at_stage(event):
@@ -150,7 +150,7 @@ from pathlib import Path
 from stepcache.variables import checkpoint_steps
 import orbax.checkpoint as ocp
 bump = sc.step(lambda state: jax.tree.map(lambda x: x + 1, state), carry="state")
-def die(*_):
+def die(*_, **__):
     say("dying", time.time())
     os.kill(os.getpid(), signal.SIGKILL)
 try:
