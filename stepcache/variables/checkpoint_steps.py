@@ -28,9 +28,8 @@ _UNFINISHED = re.compile(r"step_\d{8,}\.(removed|orbax-checkpoint-tmp.*)")
 def our_metadata(path: Path) -> dict[str, Any] | None:
     """What we save beside the arrays of a checkpoint; None where we have not written it."""
     try:
-        return json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"][
-            "stepcache"
-        ]
+        text = (path / "_CHECKPOINT_METADATA").read_text()
+        return json.loads(text)["custom_metadata"]["stepcache"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -63,12 +63,12 @@ class Saving:
             self._together.guarded(self._thread.join)
         with contextlib.suppress(ValueError):  # Another thread may wait, too.
             _unfinished.remove(self)
-        is_agreed, self._is_agreed = self._is_agreed, True
-        try:
-            if not is_agreed:
+        if not self._is_agreed:
+            self._is_agreed = True
+            try:
                 self._together(self._raise)
-        except VariablesError as error:
-            self._error = error
+            except VariablesError as error:
+                self._error = error
         self._raise()
 
     def _raise(self) -> None:
@@ -94,12 +94,12 @@ class Saving:
             rest = running.pop_all()
         work = functools.partial(self._finish, rest, checkpointer)
         self._thread = threading.Thread(target=work, name="stepcache save")
-        _unfinished.append(self)
         try:
             self._thread.start()
         except RuntimeError:  # There can be no more threads.
             self._thread = None
             work()
+        _unfinished.append(self)
 
     def _finish(self, running: contextlib.ExitStack, checkpointer: Any) -> None:
         """Waits until orbax has written all, and removes what is to be replaced."""
@@ -195,8 +195,10 @@ def save(
     reason = "saves, which all processes have to do together"
     saving._together(lambda: None, reason, patient=False)
     saving._start(tree, about, step, keep)
-    if not asynchronous or _process_hooks.THREADS_END_EARLY:
+    if not asynchronous:
         saving.wait()
+    elif _process_hooks.THREADS_END_EARLY:
+        join_all()
     return saving
 
 
