@@ -79,11 +79,11 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
             target.rename(target.with_suffix(".replaced"))
         try:
             yield target
-            others = [path for path in steps_in(directory) if path != target]
-            for path in [path for path in others if our_metadata(path) is not None][keep - 1 :]:
-                _remove(path)
         finally:
             _clean(directory)
+        others = [path for path in steps_in(directory) if path != target]
+        for path in [path for path in others if our_metadata(path) is not None][keep - 1 :]:
+            _remove(path)
 
 
 @contextlib.contextmanager

@@ -149,6 +149,7 @@ SAVING = """
 from pathlib import Path
 from stepcache.variables import checkpoint_steps
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 bump = sc.step(lambda state: jax.tree.map(lambda x: x + 1, state), carry="state")
 def die(*_, **__):
     say("dying", time.time())
@@ -168,6 +169,8 @@ try:
             if RANK == {victim}:
                 if RANK == 0 and {point!r} == "removing":
                     checkpoint_steps._remove = die
+                elif {point!r} == "behind":
+                    async_checkpointer._background_wait_for_commit_futures = die
                 else:
                     ocp.StandardCheckpointer.save = die
             sc.save("saved", value=value)
@@ -177,7 +180,7 @@ except sc.RankLostError as error:
 """
 
 
-SAVED = [("removing", 0), ("writing", 1)]
+SAVED = [("removing", 0), ("writing", 1), ("behind", 1)]
 
 
 def saving(directory, point, victim):

@@ -111,10 +111,12 @@ def test_a_link_to_a_directory_stays_one(tmp_path):
 
 
 def test_the_same_step_again_replaces_it(tmp_path):
+    for step in (3, 4, 5):
+        sc.save(tmp_path, w=np.zeros(3), step=step, keep=3)
     for weight in (1.0, 2.0):
         sc.save(tmp_path, w=np.full(3, weight), step=5, keep=3)
     assert sc.restore(tmp_path, w=np.zeros(3), step=0)["w"].tolist() == [2.0] * 3
-    assert names_in(tmp_path) == ["step_00000005"]
+    assert names_in(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
 
 
 def test_three_threads_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
