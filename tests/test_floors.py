@@ -55,7 +55,7 @@ SIZES = {
     "serving remote": 10_641,
     "programs": 3_088,
     "calls": 3_362,
-    "variables": 3_469,
+    "variables": 3_470,
     "pods programs.together": 1_784,
     "storage": 1_800,
     "link": 900,

@@ -154,18 +154,20 @@ def put_trees(
 
     Those stay as they are. Under the lock.
     """
+    (master, leaves), updates = read[name], variables._updates
 
     def completed(part: str) -> Any:
-        master, leaves = read[part]
-        if any(leaf is None for leaf in leaves):
-            pairs = zip(leaves, master.leaves(meter), strict=True)
-            leaves = [now if leaf is None else leaf for leaf, now in pairs]
-        return leaves
+        whose, stored = read[part]
+        if any(leaf is None for leaf in stored):
+            pairs = zip(stored, whose.leaves(meter), strict=True)
+            return [now if leaf is None else leaf for leaf, now in pairs]
+        return stored
 
-    (master, leaves), updates = read[name], variables._updates
+    for slot, leaf in zip(master.layout.slots, leaves, strict=True):
+        if leaf is not None:  # The processes of a pod need not compare what they made it of.
+            variables._made_of.pop(slot.path, None)
     with variables._moving("restore") as meter:
         if not leaves or any(leaf is not None for leaf in leaves):
-            variables._made_of = {}  # What the processes of a pod compare is no longer there.
             master.version = max(master.version, about.get("version", 0) - 1)
             master.assign(completed(name), current_reader(), meter)
         if (state := f"{name}:optimizer") in read:
