@@ -104,15 +104,15 @@ class Target:
                 hint="remove it: the value is where the steps run",
             )
 
-    def save(self, root: Any, items: dict[str, Any], keep: int | None, step: int) -> Any:
+    def save(self, root: Any, items: dict[str, Any], keep: int, step: int | None) -> None:
         """Has the tasks write a checkpoint; see `checkpoints.save`."""
         with self.lock:
-            return checkpoints.save(self, root, items, keep, step)
+            checkpoints.save(self, root, items, keep, step)
 
-    def restore(self, root: Any, items: dict[str, Any], partial: bool) -> dict[str, Any]:
+    def restore(self, root: Any, items: dict[str, Any], how: Any) -> dict[str, Any]:
         """Has the tasks read a checkpoint; see `checkpoints.restore`."""
         with self.lock, self._entered():
-            return checkpoints.restore(self, root, items, partial)
+            return checkpoints.restore(self, root, items, how)
 
     def push(self, variables: Variables, update: Any, mode: str) -> None:
         """Adds an update to variables, or passes it to their optimizer, on the tasks."""

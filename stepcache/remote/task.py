@@ -271,7 +271,7 @@ class Task:
         mesh = self._mesh(about["mesh"])
         with self._any_session():
             find = functools.partial(self._arrays.look_up, message.client, message.value)
-            found, saved = checkpoints.read(about, mesh, find)
+            found, saved = checkpoints.read_here(about, mesh, find)
         for variable, arrays in found.items():
             self._arrays.bind(variable, arrays)
         body = packed(rows=[], about=saved)

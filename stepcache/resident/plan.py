@@ -20,8 +20,8 @@ from stepcache.calls.step_spec import StepSpec
 from stepcache.resident.call import ResidentCall
 from stepcache.resident.form import Form, Place
 from stepcache.resident.passing import NOT_A_HIT
-from stepcache.variables.checkpoint_items import locked
 from stepcache.variables.packing import Packed
+from stepcache.variables.variables import locked
 
 _PLANS_PER_STEP = 8
 

@@ -16,7 +16,7 @@ from stepcache.resident.call import ResidentCall
 from stepcache.resident.form import Form, over_buffers
 from stepcache.resident.passing import admitted
 from stepcache.resident.plan import CallPlans
-from stepcache.variables.checkpoint_items import locked
+from stepcache.variables.variables import locked
 
 _FORMS_PER_STEP = 64
 

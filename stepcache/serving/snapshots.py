@@ -23,7 +23,7 @@ from stepcache.serving.messages import BlockLayout
 from stepcache.serving.shared_memory import Block
 from stepcache.serving.tables import SavedTable, TableType
 from stepcache.storage.private_files import remove, sync
-from stepcache.variables import checkpoint_files as files
+from stepcache.variables.checkpoint_steps import step_path, steps_in
 from stepcache.variables.checkpoints import save
 from stepcache.variables.restoring import restore, stored_kinds
 
@@ -41,7 +41,7 @@ def write(directory: Path, state: HostState) -> None:
     about["checksum"] = _checksum(arrays)
     items: dict[str, Any] = {**arrays, "table": np.frombuffer(plain.pack(about), np.uint8)}
     save(directory, keep=_KEPT, step=state.moment, **items)
-    for path in files.step_path(directory, state.moment).rglob("*"):
+    for path in step_path(directory, state.moment).rglob("*"):
         sync(path)
     sync(directory)
 
@@ -82,9 +82,8 @@ def newest(
     Raises:
         StepCacheError: there are snapshots, and none can be used.
     """
-    files.recover(directory)
     error, damaged = None, []
-    for path in files.steps_in(directory):
+    for path in steps_in(directory):
         try:
             state = _read(path, allocate)
             if state.moment < least:
@@ -110,7 +109,7 @@ def newest(
 
 
 def _read(path: Path, allocate: Callable[[int], Block]) -> HostState:
-    kind = stored_kinds(path)["table",]
+    kind = stored_kinds(path)["table"]
     table = restore(path, partial=True, table=np.zeros(kind.shape, np.uint8))["table"]
     about = plain.unpack(table.tobytes())
     state, items = begun(about, allocate)

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,20 @@ import jax
 import numpy as np
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
-from stepcache.pods.rounds import Peers, peers_of
-from stepcache.variables import checkpoint_files as files
-from stepcache.variables.checkpoint_items import (
-    NOTHING,
-    Leaf,
-    Name,
-    Savable,
-    check_names,
-    is_key,
-    joined_part,
-    kind_of,
-    leaves_of,
-    locked,
+from stepcache.errors import (
+    RankLostError,
+    StepCacheError,
+    VariablesError,
+    first_line,
+    refuse_url,
 )
+from stepcache.pods.rounds import Peers, peers_of
+from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
+from stepcache.variables.checkpoint_steps import writing
 from stepcache.variables.describing import check_not_tracing
+from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
-_UNWRITTEN = "the checkpoint could not be written"
 _unfinished: list[Saving] = []
 _writing = threading.Lock()  # Two saves at once would wait for each other's signals in orbax.
 
@@ -45,16 +40,12 @@ _writing = threading.Lock()  # Two saves at once would wait for each other's sig
 class Saving:
     """A save that is being written, or has been."""
 
-    def __init__(self, root: Path, keep: int | None, step: int):
-        self._root, self._keep, self._step = root, keep, step
-        self._pod = processes()
-        self._staging: files.Staging | None = None  # Of the first process.
-        self._checkpointer: Any = None
-        self._held = contextlib.ExitStack()  # What is to be let go of when it ends.
+    def __init__(self, directory: Path):
+        self._together = Together(f"saving {directory}", "the checkpoint could not be written")
+        self._directory = directory
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._agreed = False
-        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._is_agreed = False
 
     @property
     def done(self) -> bool:
@@ -68,85 +59,56 @@ class Saving:
             VariablesError: it could not be written. The checkpoint before it is still there.
             RankLostError: a process of the pod was lost.
         """
-        with self._lock:
-            if self._thread is not None:
-                self._pod.guarded(self._thread.join)
-                with contextlib.suppress(ValueError):
-                    _unfinished.remove(self)
-            agreed, self._agreed = self._agreed, True
-            label, own = f"saving {self._root}", str(self._error or "").encode()
-            received = {} if agreed else self._pod.gather(label, own)
+        if self._thread is not None:
+            self._together.guarded(self._thread.join)
+        with contextlib.suppress(ValueError):  # Another thread may wait, too.
+            _unfinished.remove(self)
+        if not self._is_agreed:
+            self._is_agreed = True
+            try:
+                self._together(self._raise)
+            except VariablesError as error:
+                self._error = error
+        self._raise()
+
+    def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-        for rank, text in received.items():
-            if text:
-                raise VariablesError(f"rank {rank}: {text.decode()}")
 
-    def _start(self, tree: Any, metadata: dict[str, Any]) -> None:
-        """Copies the arrays to the host, and starts to write them."""
-        label, reason = f"saving {self._root}", "saves, which all processes have to do together"
-        self._pod.gather(label, b"", reason, patient=False)
-        try:
-            new = of_leader(self._pod, self._root, self._prepare, _UNWRITTEN)
-            self._held.enter_context(_writing)
-            with damage_as_error(self._root, _UNWRITTEN):
-                self._checkpointer = self._pod.guarded(lambda: _write(new, tree, metadata))
-        except BaseException:
-            self._held.close()
-            raise
+    def _start(self, tree: Any, about: dict[str, Any], step: int | None, keep: int) -> None:
+        """Copies the arrays to the host, and starts to write them in the background."""
+        import orbax.checkpoint as ocp
 
-    def _prepare(self) -> Path:
-        target = self._root if self._keep is None else files.step_path(self._root, self._step)
-        files.recover(target)
-        files.check_replaceable(target)
-        self._staging = files.Staging(target)
-        self._held.callback(self._staging.close)
-        return self._staging.new
+        def started() -> Any:
+            metadata = {"stepcache": {"variables": about}}
+            checkpointer = ocp.StandardCheckpointer()
+            checkpointer.save(path, tree, custom_metadata=metadata)
+            return checkpointer
 
-    def _finish(self) -> None:
-        """Waits until orbax has written all, and publishes it."""
-        try:
-            with damage_as_error(self._root, _UNWRITTEN), self._checkpointer:  # Closing may fail.
-                self._checkpointer.wait_until_finished()
-                if self._staging is not None:
-                    self._staging.publish()
-                    if self._keep is not None:
-                        files.prune(self._root, self._keep, self._staging)
-        except StepCacheError as error:
-            self._error = error
-        finally:
-            self._held.close()
-        if self._error is not None and self._thread is not None:
-            _log.error("%s", self._error)
-
-    def _finish_now(self) -> None:
-        try:
-            self._pod.guarded(self._finish)
-        finally:
-            self._held.close()
-        self.wait()
-
-    def _finish_behind(self) -> None:
-        _finish_before_exit()
-        self._thread = threading.Thread(target=self._finish, name="stepcache save")
-        _unfinished.append(self)
+        with contextlib.ExitStack() as running:
+            running.enter_context(_writing)
+            place = writing(self._directory, step, keep)
+            path = Path(self._together.first(lambda: running.enter_context(place)))
+            checkpointer = self._together.guarded(started)
+            _finish_before_exit()
+            rest = running.pop_all()
+        work = functools.partial(self._finish, rest, checkpointer)
+        self._thread = threading.Thread(target=work, name="stepcache save")
         try:
             self._thread.start()
         except RuntimeError:  # There can be no more threads.
             self._thread = None
-            _unfinished.remove(self)
-            self._finish_now()
-        if _process_hooks.THREADS_END_EARLY:
-            self._pod.guarded(join_all)
+            work()
+        _unfinished.append(self)
 
-
-def _write(path: Path, tree: Any, metadata: dict[str, Any]) -> Any:
-    """Starts to write. Arrays are copied to the host before it returns."""
-    import orbax.checkpoint as ocp
-
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(path, tree, custom_metadata=metadata)
-    return checkpointer
+    def _finish(self, running: contextlib.ExitStack, checkpointer: Any) -> None:
+        """Waits until orbax has written all, and removes what is to be replaced."""
+        try:
+            with running, checkpointer:  # Closing may fail.
+                checkpointer.wait_until_finished()
+        except Exception as error:
+            self._error = error
+            _log.error("%s: %s", self._together.label, first_line(error))
 
 
 def join_all() -> None:
@@ -162,7 +124,7 @@ def _finish_before_exit() -> None:
     end with an error if one has failed, and nobody has heard of it.
     """
     _process_hooks.before_threads_end(join_all)
-    _process_hooks.fail_at_exit_if(lambda: any(each._error for each in _unfinished))
+    _process_hooks.fail_at_exit_if(lambda: any(saving._error for saving in _unfinished))
 
 
 def save(
@@ -176,9 +138,11 @@ def save(
 
         sc.save("saves", params=params, moments=moments, step=step, keep=3)
 
-    An earlier checkpoint is replaced after the new one is complete, so a crash at any moment leaves
-    one of them whole. Only an empty directory, or a checkpoint that stepcache wrote, is replaced.
-    In a pod, all processes call this inside the session, with a directory that all share.
+    The checkpoint is `step_00000012` below `directory`, where 12 is the item `step`, if that is a
+    whole number, and otherwise the number after the newest. Older checkpoints are removed when the
+    new one is complete, so a crash at any moment leaves a whole one. Nothing else in `directory` is
+    changed. In a pod, all processes call this inside the session, with a directory that all share;
+    one process at a time, or one pod, saves to a directory.
 
     The checkpoint is orbax's own: `ocp.StandardCheckpointer().restore(path)` gives nested dicts of
     arrays with the keys of the trees, `["params"]["layers"]["0"]["w"]`. The optimizer's state of
@@ -186,9 +150,9 @@ def save(
     (`Write(every=...)`) as `"params:pending"`.
 
     Args:
-        directory: of the checkpoint.
-        keep: the number of checkpoints to keep: each is written to `step_00000012` below
-            `directory`, and all but those of the `keep` highest steps are removed. Needs `step=`.
+        directory: of the checkpoints.
+        keep: the number of checkpoints to keep, by default this one alone; of more, those of the
+            highest steps beside this one.
         asynchronous: return when the values are copied to the host, and write in the background.
             The next save, and the end of the process, wait for it. An error that neither the next
             save nor `wait()` has raised makes the exit code 1. On Python 3.12.0 to 3.12.2, this
@@ -199,9 +163,9 @@ def save(
         The save, whose `wait()` returns when the checkpoint is complete.
 
     Raises:
-        VariablesError: `directory` is a URL or holds something else than a checkpoint of stepcache,
-            an item has a leaf that is no array, or this save, or the asynchronous one before it,
-            could not be written.
+        VariablesError: `directory` is a URL, a checkpoint, or being written by another process; the
+            step's directory holds something else than a checkpoint of stepcache; an item has a leaf
+            that is no array; or this save, or the asynchronous one before it, could not be written.
         RankLostError: a process of the pod was lost.
         AgreementError: not all processes of the pod save, within `Session(agree_timeout=...)`.
         ForkedProcessError: this process was forked after JAX had started.
@@ -210,27 +174,32 @@ def save(
     jaxcompat.check_not_forked(f"{directory} was to be saved")
     for saving in list(_unfinished):
         saving.wait()
-    root, step = path_of(directory), _step_number(items, keep) if keep is not None else 0
-    scope = jaxcompat.entered_session()
-    if (target := getattr(scope, "target", None)) is not None:
-        return target.save(root, items, keep, step)
-    tree, metadata = _collected(items, copied=asynchronous)
-    saving = Saving(root, keep, step)
-    saving._start(tree, metadata)
-    if asynchronous:
-        saving._finish_behind()
-    else:
-        saving._finish_now()
+    root, step = path_of(directory), _step_number(items)
+    keep = 1 if keep is None else keep
+    if isinstance(keep, bool) or operator.index(keep) < 1:
+        what = "keep is a number of checkpoints"
+        raise VariablesError(what, expected="at least 1", got=f"{keep}")
+    saving = Saving(root)
+    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+        target.save(root, items, keep, step)
+        return saving
+    about: dict[str, Any] = {}
+    leaves: list[Leaf] = []
+    with locked(items.values()):  # All of one moment.
+        for name, item in items.items():
+            trees = {name: item}
+            if isinstance(item, Variables):
+                trees, about[name] = saved_trees(name, item)
+            leaves += storable(leaves_of(trees), copied=asynchronous)
+        tree = nested(leaves)
+    reason = "saves, which all processes have to do together"
+    saving._together(lambda: None, reason, patient=False)
+    saving._start(tree, about, step, keep)
+    if not asynchronous:
+        saving.wait()
+    elif _process_hooks.THREADS_END_EARLY:
+        join_all()
     return saving
-
-
-def write_leaves(
-    root: Path, leaves: list[Leaf], about: dict[str, Any], keep: int | None, step: int
-) -> None:
-    """Writes named leaves, and `about` variables, to a checkpoint; in a pod, by all processes."""
-    saving = Saving(root, keep, step)
-    saving._start(*_stored_form(leaves, about, copied=False))
-    saving._finish_now()
 
 
 def path_of(directory: str | os.PathLike) -> Path:
@@ -238,126 +207,100 @@ def path_of(directory: str | os.PathLike) -> Path:
     return Path(directory).expanduser().resolve()
 
 
-def _step_number(items: dict[str, Any], keep: int) -> int:
-    if isinstance(keep, bool) or operator.index(keep) < 1:
-        what = "keep is a number of checkpoints"
-        raise VariablesError(what, expected="at least 1", got=f"{keep}")
+def _step_number(items: dict[str, Any]) -> int | None:
     try:
-        number = operator.index(items["step"])
-    except (KeyError, TypeError):
-        number = -1
-    if number < 0:
-        raise VariablesError(
-            "keep=... numbers checkpoints by their step",
-            where="step",
-            expected="step= a whole number",
-            got=repr(items["step"]) if "step" in items else "none",
-        )
-    return number
+        number = operator.index(items.get("step"))  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if number >= 0 else None
 
 
-def _collected(items: dict[str, Any], *, copied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """orbax's tree of all items, as of one moment, and the metadata that goes with it."""
-    check_names(items)
-    about: dict[str, Any] = {}
-    leaves: list[Leaf] = []
-    with locked(items.values()):
-        for name, item in items.items():
-            trees = {"": item}
-            if isinstance(item, Savable):
-                trees, about[name] = item._parts()
-            for part, tree in trees.items():
-                leaves += leaves_of(joined_part(name, part), tree)
-        return _stored_form(leaves, about, copied=copied)
+def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
+    """Leaves as orbax takes them; with `copied`, copies of what could change before it is written.
 
-
-def _stored_form(
-    leaves: list[Leaf], about: dict[str, Any], *, copied: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """orbax's tree of some leaves, and the metadata that goes with it."""
-    values, special = {}, []
+    Without empty ones, which orbax does not store.
+    """
+    stored = []
     for leaf in leaves:
-        value, kind = _storable(leaf, copied=copied), kind_of(leaf)
-        is_empty = 0 in kind.shape  # orbax stores no empty arrays.
-        if not is_empty:
-            values[leaf.name] = value
-        if is_empty or is_key(leaf.value):
-            special.append([list(leaf.name), kind.dtype, list(kind.shape)])
-    metadata = {"stepcache": {"variables": about, "leaves": special}}
-    return _nested(values or {NOTHING: np.zeros(1)}), metadata
+        value, kind = leaf.value, leaf.kind  # Checks that it is an array, or a number.
+        is_deleted = isinstance(value, jax.Array) and value.is_deleted()
+        if is_deleted or isinstance(value, jax.ShapeDtypeStruct):
+            got = "a donated or deleted array" if is_deleted else "a jax.ShapeDtypeStruct"
+            raise VariablesError("a leaf of a checkpoint has no value", where=leaf.path, got=got)
+        if isinstance(value, jax.Array):
+            value = jax.random.key_data(value) if is_key(value) else value
+            if jax.process_count() > 1 and value.is_fully_addressable:
+                value = np.asarray(value)  # orbax writes global arrays only.
+        else:
+            value = np.array(value) if copied else np.asarray(value)
+        if 0 not in kind.shape:
+            stored.append(leaf._replace(value=value))
+    return stored
 
 
-def _storable(leaf: Leaf, *, copied: bool) -> Any:
-    """A leaf as orbax takes it; with `copied`, a copy, if it could change before it is written."""
-    kind_of(leaf)
-    value: Any = leaf.value
-    is_template = isinstance(value, jax.ShapeDtypeStruct)
-    if is_template or (isinstance(value, jax.Array) and value.is_deleted()):
-        what = "a leaf of a checkpoint has no value"
-        got = "a jax.ShapeDtypeStruct" if is_template else "an array that was donated or deleted"
-        raise VariablesError(what, where=leaf.path, got=got)
-    if not isinstance(value, jax.Array):
-        return np.array(value) if copied else np.asarray(value)
-    value = jax.random.key_data(value) if is_key(value) else value
-    if jax.process_count() > 1 and value.is_fully_addressable:  # orbax writes global arrays only.
-        return np.asarray(value)
-    return value
+class Together:
+    """Work of the processes that save and restore together: those of the session's mesh, or of all.
 
+    Args:
+        label: of the agreement, such as "saving saves".
+        what: the error if something else than stepcache fails.
+        expected: what else is in that error.
+    """
 
-def _nested(values: dict[Name, Any]) -> dict[str, Any]:
-    """Values by name as nested dicts."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        node = tree
-        for part in name[:-1]:
-            node = node.setdefault(part, {})
-        node[name[-1]] = value
-    return tree
-
-
-class Alone:
-    """Stands for `Peers` in a process that has none."""
+    def __init__(self, label: str, what: str, expected: str | None = None):
+        session = jaxcompat.entered_session()
+        own = session.peers if session is not None else None
+        self._peers: Peers | None = own or peers_of(range(jax.process_count()))
+        self.label, self._what, self._expected = label, what, expected
 
     def guarded(self, work: Callable[[], Any]) -> Any:
-        return work()
+        """Does work that waits for the other processes.
 
-    def gather(self, label: str, payload: bytes, *_: Any, **__: Any) -> dict[int, bytes]:
-        return {jax.process_index(): payload}
-
-
-def processes() -> Peers | Alone:
-    """Returns the processes of the session's mesh; outside of sessions, all of JAX's pod."""
-    session = jaxcompat.entered_session()
-    peers = session.peers if session is not None else None
-    return peers or peers_of(range(jax.process_count())) or Alone()
-
-
-def of_leader(
-    pod: Peers | Alone, path: Path, work: Callable[[], Path], what: str, expected: str | None = None
-) -> Path:
-    """Does some work in the first process, and returns its path, or raises its error, in all."""
-    error, said = None, b""
-    if jax.process_index() == 0:
+        Raises:
+            RankLostError: one of them is lost.
+            VariablesError: orbax, or the file system, fails.
+        """
         try:
-            with damage_as_error(path, what, expected):
-                said = b"+" + str(work()).encode()
-        except StepCacheError as raised:
-            error, said = raised, str(raised).encode()
-    answer = pod.gather(f"the checkpoint {path}", said)[0].decode()
-    if error is not None:
-        raise error
-    if not answer.startswith("+"):
-        raise VariablesError(answer)
-    return Path(answer[1:])
+            return work() if self._peers is None else self._peers.guarded(work)
+        except StepCacheError:
+            raise
+        except Exception as error:
+            what = f"{self._what}: {first_line(error)}"
+            raise VariablesError(what, where=self.label, expected=self._expected) from error
 
+    def first(self, work: Callable[[], Any]) -> str:
+        """Does work in the first process alone. Returns its result as text, in all."""
+        return self(work if jax.process_index() == 0 else lambda: "", of_first=True)
 
-@contextlib.contextmanager
-def damage_as_error(path: Path, what: str, expected: str | None = None) -> Iterator[None]:
-    """Raises `VariablesError` for errors of orbax and the file system."""
-    try:
-        yield
-    except StepCacheError:
-        raise
-    except Exception as error:
-        got = first_line(error)
-        raise VariablesError(what, where=str(path), expected=expected, got=got) from error
+    def __call__(
+        self,
+        work: Callable[[], Any],
+        reason: str = "",
+        *,
+        patient: bool = True,
+        of_first: bool = False,
+    ) -> Any:
+        """Does work in each process, and returns its result. If it fails in one, all raise.
+
+        Args:
+            work: what each process does.
+            reason, patient: see `Peers.gather`.
+            of_first: return the result of the first process, as text.
+        """
+        result, failed = None, None
+        try:
+            result = self.guarded(work)
+        except RankLostError:
+            raise
+        except StepCacheError as error:
+            failed = error
+        own = f"-{failed}" if failed is not None else f"+{result if of_first else ''}"
+        if self._peers is not None:
+            answers = self._peers.gather(self.label, own.encode(), reason, patient=patient)
+            texts = {rank: text.decode() for rank, text in answers.items()}
+            wrong = [f"rank {rank}: {text[1:]}" for rank, text in texts.items() if text[0] == "-"]
+            failed = failed or (VariablesError(wrong[0]) if wrong else None)
+            own = texts[0]
+        if failed is not None:
+            raise failed
+        return own[1:] if of_first else result

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from stepcache.sharding import (
 )
 from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.units import counted, html_table, readable_bytes
-from stepcache.variables.checkpoint_items import Savable, locked
 from stepcache.variables.describing import (
     check_not_constant,
     check_not_tracing,
@@ -47,7 +46,7 @@ _numbers = itertools.count(1)
 _counting = threading.Lock()
 
 
-class Variables(NoTree, Savable, Holder):
+class Variables(NoTree, Holder):
     """A versioned tree of arrays that stays where it is placed between steps.
 
         params = sc.Variables({"w": np.zeros((512, 10), np.float32)}, name="params")
@@ -381,6 +380,18 @@ class Variables(NoTree, Savable, Holder):
 
     def _repr_html_(self) -> str:
         return html_table("Variables", self._summary())
+
+
+@contextlib.contextmanager
+def locked(items: Iterable[Any]) -> Iterator[None]:
+    """Locks the variables among some items, in one order everywhere: two threads never wait for
+    each other. An interrupt while it waits for one lets go of the others.
+    """
+    variables = {item for item in items if isinstance(item, Variables)}
+    with contextlib.ExitStack() as stack:
+        for each in sorted(variables, key=lambda each: each._number):
+            stack.enter_context(each._lock)
+        yield
 
 
 def check_tree(tree: Any, peers: Peers | None, about: str) -> None:

@@ -174,7 +174,7 @@ with session:
     try:
         sc.save("file", params=params)
     except sc.VariablesError as error:
-        say("refused", "would destroy" in str(error))
+        say("refused", "could not be written" in str(error))
     params.assign({{"w": values(0.0)}})
     found = sc.restore("saves", params=params, plain=values(0.0), numpy=np.zeros(2),
                        local=jnp.zeros(2, int), step=0)

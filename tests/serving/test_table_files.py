@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import atomicity
 
 import stepcache as sc
 from stepcache.errors import VariablesError
@@ -23,7 +24,6 @@ from stepcache.serving.messages import BlockLayout, JoinRequest, RowsRequest, Wr
 from stepcache.serving.row_optimizers import RowOptimizer
 from stepcache.serving.table_files import TableFiles
 from stepcache.serving.tables import TableType
-from stepcache.variables import checkpoint_files
 from tests.serving.network import Block
 from tests.serving.servers import Child
 
@@ -116,7 +116,7 @@ POINTS = {
     "at the first row": (table_files, "write_at", 0),
     "in the middle of the rows": (table_files, "write_at", 3),
     "after the merge": (snapshots, "write", 0),
-    "before the snapshot is there": (checkpoint_files.Staging, "publish", 0),
+    "before the snapshot is there": (atomicity.AtomicRenameTemporaryPath, "finalize", 0),
     "after the snapshot": (snapshots, "sync", 0),
 }
 

@@ -17,11 +17,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.path import atomicity
 
 import stepcache as sc
 from stepcache import _process_hooks
-from stepcache.variables import checkpoint_files as files
-from stepcache.variables import checkpoints
+from stepcache.variables import checkpoint_steps, checkpoints
 from tests.variables.comparing import lose
 from tests.variables.states import number, tree_of
 from tests.variables.test_checkpoints import same
@@ -40,8 +40,8 @@ def contents(directory: Path) -> dict[str, bytes | None]:
 # ---- what may be replaced ------------------------------------------------------------------------
 
 
-def a_file(path):
-    path.write_text("results")
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 def a_directory_of_results(path):
@@ -49,63 +49,74 @@ def a_directory_of_results(path):
     (path / "deeper" / "results.txt").write_text("results")
 
 
-def a_checkpoint_in_a_checkpoint(path):
-    sc.save(path, step=1)
-    sc.save(path / "best", step=2)
-
-
-def a_checkpoint_with_notes(path):
-    sc.save(path, step=1)
-    (path / "notes.txt").write_text("notes")
-
-
 def a_checkpoint_of_orbax(path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, {"w": np.ones(3)})
 
 
-def numbered_checkpoints(path):
-    sc.save(path, step=1, keep=2)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        a_file,
-        a_directory_of_results,
-        a_checkpoint_in_a_checkpoint,
-        a_checkpoint_with_notes,
-        a_checkpoint_of_orbax,
-        numbered_checkpoints,
-    ],
-)
-def test_a_save_destroys_nothing_but_its_like(make, tmp_path):
-    path = tmp_path / "saves"
+@pytest.mark.parametrize("make", [a_directory_of_results, a_checkpoint_of_orbax, Path.touch])
+def test_a_save_replaces_nothing_but_its_like(make, tmp_path):
+    path = tmp_path / "step_00000003"
     make(path)
     before = contents(tmp_path)
     for item in (sc.Variables(np.zeros(3)), 3):
-        with pytest.raises(sc.VariablesError, match="would destroy") as raised:
-            sc.save(path, item=item)
-        assert str(path) in str(raised.value) and raised.value.got
+        with pytest.raises(sc.VariablesError, match="would replace") as raised:
+            sc.save(tmp_path, item=item, step=3)
+        assert raised.value.where == str(path)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", [".", ".."])
-def test_the_working_directory_stays(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("make", [a_checkpoint_of_orbax, Path.touch])
+def test_a_directory_of_its_own(make, tmp_path):
+    make(tmp_path / "saves")
+    before = contents(tmp_path)
+    with pytest.raises(sc.VariablesError, match=r"into another checkpoint|could not be written"):
+        sc.save(tmp_path / "saves", step=3)
+    assert contents(tmp_path) == before
+
+
+def test_what_else_a_directory_holds_stays(tmp_path, monkeypatch):
+    """Also steps of a `CheckpointManager`, of which orbax's own would remove all but the newest."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(sc.VariablesError, match="would destroy"):
-        sc.save(name, step=1)
-    assert Path.cwd() == tmp_path and not list(tmp_path.iterdir())
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    a_directory_of_results(tmp_path / "step_00000001")
+    (tmp_path / "notes.txt").write_text("notes")
+    before = contents(tmp_path)
+    for step in (7, 8):
+        sc.save(".", step=step)
+    assert before.items() <= contents(tmp_path).items()
+    assert names_in(tmp_path) == ["1", "2", "notes.txt", "step_00000001", "step_00000008"]
+    assert sc.restore(".", step=0) == {"step": 8}
 
 
-def test_an_empty_directory_is_used_and_a_link_stays_one(tmp_path):
+def test_saves_without_a_step_are_numbered(tmp_path):
+    for rate in (0.5, 0.25):
+        sc.save(tmp_path / "saves", rate=rate)
+    assert names_in(tmp_path / "saves") == ["step_00000001"]
+    sc.save(tmp_path / "saves", rate=0.125, step=-1, keep=2)
+    assert names_in(tmp_path / "saves") == ["step_00000001", "step_00000002"]
+    assert sc.restore(tmp_path / "saves", rate=0.0, partial=True) == {"rate": 0.125}
+
+
+def test_a_link_to_a_directory_stays_one(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     for step in (1, 2):
         sc.save(tmp_path / "link", step=step)
     assert (tmp_path / "link").is_symlink()
     assert sc.restore(tmp_path / "real", step=0) == {"step": 2}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+    assert names_in(tmp_path) == ["link", "real"]
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    for step in (3, 4, 5):
+        sc.save(tmp_path, w=np.zeros(3), step=step, keep=3)
+    for weight in (1.0, 2.0):
+        sc.save(tmp_path, w=np.full(3, weight), step=5, keep=3)
+    assert sc.restore(tmp_path, w=np.zeros(3), step=0)["w"].tolist() == [2.0] * 3
+    assert names_in(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
 
 
 def test_three_threads_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
@@ -125,7 +136,7 @@ def test_three_threads_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
         thread.join()
     found = sc.restore(tmp_path / "saved", w=np.zeros(10000, int), b=np.zeros(10000, int))
     assert (found["w"] == found["w"][0]).all() and (found["w"] == found["b"]).all()
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and not errors
+    assert names_in(tmp_path / "saved") == ["step_00000014"] and not errors
 
 
 def process(directory, body, **more):
@@ -158,48 +169,52 @@ def test_three_processes_that_save_at_once_leave_one_whole_checkpoint(tmp_path):
         assert each.returncode == 0, output
     found = sc.restore(tmp_path / "saved", w=np.zeros(10000, int), b=np.zeros(10000, int))
     assert (found["w"] == found["w"][0]).all() and (found["w"] == found["b"]).all()
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert len(names_in(tmp_path / "saved")) == 1
+
+
+KILLED = """
+from orbax.checkpoint._src.path import atomicity
+sc.save("saved", n=0, step=1, keep=2)
+sc.save("saved", n=1, step=2, keep=2)
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if {point!r} == "writing":
+    atomicity.AtomicRenameTemporaryPath.finalize = die
+elif {point!r} == "removing":
+    import shutil
+    shutil.rmtree = die
+else:
+    from stepcache.variables import checkpoint_steps
+    checkpoint_steps._remove = die
+sc.save("saved", n=2, step={step}, keep=2)
+"""
 
 
 @pytest.mark.sample(every=4)
-@pytest.mark.parametrize("point", ["writing", "between the names"])
 @pytest.mark.parametrize("then", ["restore", "save"])
-def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, then, tmp_path):
-    body = f"""
-    from stepcache.variables import checkpoints
-    sc.save("saved", step=1)
-    rename = Path.rename
-    def die(self, target):
-        rename(self, target)
-        if target.name == "old":
-            os.kill(os.getpid(), signal.SIGKILL)
-    if {point!r} == "writing":
-        checkpoints._write = lambda path, *_: (path.mkdir(), os.kill(os.getpid(), signal.SIGKILL))
-    else:
-        Path.rename = die
-    sc.save("saved", step=2)
-    """
-    killed = process(tmp_path, body)
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("point", ["writing", "whole", "removing"])
+def test_a_killed_save_leaves_a_checkpoint_and_does_not_block_the_next(point, step, then, tmp_path):
+    """Also where the checkpoint of its own step is replaced."""
+    saves = tmp_path / "saved"
+    killed = process(tmp_path, KILLED.format(point=point, step=step))
     output = killed.communicate(timeout=60)[0]
     assert killed.returncode == -9, output
-    left = [path.name for path in tmp_path.iterdir()]
-    assert any(name.endswith(".saving") for name in left)
-    assert ("saved" in left) is (point == "writing")
+    found = sc.restore(saves, n=0, step=0)
+    is_new = point != "writing"
+    assert found == {"n": 1 + is_new, "step": step if is_new else 2}
     if then == "save":
-        sc.save(tmp_path / "saved", step=3)
-    assert sc.restore(tmp_path / "saved", step=0) == {"step": 3 if then == "save" else 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+        sc.save(saves, n=4, step=4)
+        assert names_in(saves) == ["step_00000004"]
+        assert sc.restore(saves, n=0, step=0) == {"n": 4, "step": 4}
 
 
-def test_what_a_living_save_has_written_stays(tmp_path):
-    from stepcache.variables.checkpoint_files import Staging
-
-    living = Staging(tmp_path / "saved")
-    living.new.mkdir()
-    sc.save(tmp_path / "saved", step=1)
-    assert living.new.exists()
-    living.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+def test_another_process_that_is_saving_is_an_error(tmp_path):
+    with checkpoint_steps.writing(tmp_path, 3, 1):
+        with pytest.raises(sc.VariablesError, match="another process is writing"):
+            sc.save(tmp_path, step=4)
+    sc.save(tmp_path, step=4)
+    assert names_in(tmp_path) == ["step_00000004"]
 
 
 # ---- leaves by path ------------------------------------------------------------------------------
@@ -271,28 +286,48 @@ def test_packed_and_unpacked_variables_read_each_others_checkpoints(pack, tmp_pa
 
 ODD = [
     {"": 1, "x": 2},
-    {"a/b": 1, "a": {"b": 2}},
-    {"a.b": 1, "a": {"b": 2}},
-    {"%": 1, "%2F": 2, "/": 3, "": 4},
-    collections.OrderedDict([(1, 1), ("1", 2)]),
-    collections.OrderedDict([("1", {"b": 1}), (1, 2)]),
-    {"..": 1, ".": 2, "é\n": 3, "a:b": 4},
+    {"a/b": 1, "a": {"c": 2}},
+    {"a.b": 1, "a": {"c": 2}},
+    {"%": 1, "%2F": 2, "/": 3},
+    collections.OrderedDict([(1, 1), ("2", 2)]),
+    {"..": 1, "é\n": 3, "a:b": 4},
     {"l": [1, (2, [3])], "none": None, "empty": {}},
     [],
-    {"%nothing": 1},
 ]
 
 
 @pytest.mark.sample(every=3)
 @pytest.mark.parametrize("tree", ODD, ids=map(str, range(len(ODD))))
-def test_keys_that_orbax_cannot_hold_come_back(tree, tmp_path):
+def test_odd_keys_come_back(tree, tmp_path):
     tree = jax.tree.map(lambda number: np.full(2, number), tree)
     sc.save(tmp_path / "saved", tree=tree, step=1)
     found = sc.restore(tmp_path / "saved", tree=jax.tree.map(np.zeros_like, tree), step=0)
     same(found["tree"], tree)
-    if isinstance(tree, collections.OrderedDict):
-        turned = collections.OrderedDict(reversed(tree.items()))
-        same(sc.restore(tmp_path / "saved", tree=turned, step=0)["tree"], turned)
+
+
+SAME_PATHS = [
+    {"x": 1, "x/": 2},
+    {"": 1, "/": 2},
+    {"a/b": 1, "a": {"b": 2}},
+    {"a.b": 1, "a": {"b": 2}},
+    collections.OrderedDict([(1, 1), ("1", 2)]),
+    collections.OrderedDict([("1", {"b": 1}), (1, 2)]),
+    collections.OrderedDict([(1, 2), ("1", {"b": 1})]),
+]
+
+
+@pytest.mark.parametrize("tree", SAME_PATHS, ids=map(str, range(len(SAME_PATHS))))
+def test_two_leaves_of_one_path_are_refused(tree, tmp_path):
+    """Orbax would store one of them."""
+    with pytest.raises(sc.VariablesError, match="the same path") as raised:
+        sc.save(tmp_path, tree=tree)
+    assert raised.value.where.startswith("tree/") and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_nothing_is_refused(tmp_path):
+    with pytest.raises(sc.VariablesError, match="nothing to save"):
+        sc.save(tmp_path, tree=[])
+    assert not list(tmp_path.iterdir())
 
 
 LEAVES = {
@@ -319,8 +354,8 @@ LEAVES = {
 @pytest.mark.parametrize("what", LEAVES)
 def test_every_kind_of_leaf_comes_back_as_its_template(what, tmp_path):
     leaf = LEAVES[what]
-    sc.save(tmp_path / "saved", leaf=leaf)
-    found = sc.restore(tmp_path / "saved", leaf=leaf)["leaf"]
+    sc.save(tmp_path / "saved", leaf=leaf, step=1)
+    found = sc.restore(tmp_path / "saved", leaf=leaf, step=0)["leaf"]
     assert type(found) is type(leaf)
     if hasattr(leaf, "dtype"):
         assert found.shape == leaf.shape
@@ -330,7 +365,7 @@ def test_every_kind_of_leaf_comes_back_as_its_template(what, tmp_path):
     if isinstance(leaf, jax.Array):
         assert found.committed == leaf.committed
         struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        same(sc.restore(tmp_path / "saved", leaf=struct)["leaf"], leaf)
+        same(sc.restore(tmp_path / "saved", leaf=struct, step=0)["leaf"], leaf)
 
 
 @pytest.mark.parametrize("leaf", ["text", 2**70, np.array("text"), object()])
@@ -362,7 +397,7 @@ def test_orbax_alone_reads_what_was_saved(tmp_path):
     params.push({"w": np.ones(3)})
     sc.save(tmp_path / "saved", tree=tree, params=params, step=7)
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "saved")
+        found = checkpointer.restore(tmp_path / "saved" / "step_00000007")
     np.testing.assert_array_equal(found["tree"]["layers"]["0"]["w"], tree["layers"][0]["w"])
     assert found["tree"]["state"]["count"] == 4 and found["step"] == 7
     np.testing.assert_array_equal(found["params"]["w"], params.value["w"])
@@ -603,22 +638,14 @@ def test_a_wrong_path_says_that_there_is_no_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ---- numbered ------------------------------------------------------------------------------------
+# ---- several steps -------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept_and_the_newest_whole_one_is_restored(tmp_path):
     saves = tmp_path / "saves"
-    saves.mkdir()
-    (saves / "notes.txt").write_text("notes")
-    a_directory_of_results(saves / "step_00000001")
     for step in range(8, 13):
         sc.save(saves, step=np.int64(step), w=np.full(3, step), keep=2)
-    assert sorted(path.name for path in saves.iterdir()) == [
-        "notes.txt",
-        "step_00000001",
-        "step_00000011",
-        "step_00000012",
-    ]
+    assert names_in(saves) == ["step_00000011", "step_00000012"]
     assert sc.restore(saves, step=0, w=np.zeros(3, int))["step"] == 12
     assert sc.restore(saves / "step_00000011", step=0, partial=True)["step"] == 11
     (saves / "step_00000012" / "_CHECKPOINT_METADATA").unlink()
@@ -627,20 +654,11 @@ def test_the_newest_are_kept_and_the_newest_whole_one_is_restored(tmp_path):
     assert (saves / "step_00000003").exists() and not (saves / "step_00000011").exists()
 
 
-@pytest.mark.parametrize("items", [{}, {"step": 1.5}, {"step": -1}, {"step": np.ones(2)}])
-def test_numbered_saves_need_a_number(items, tmp_path):
-    with pytest.raises(sc.VariablesError, match="step"):
-        sc.save(tmp_path / "saves", w=np.ones(2), keep=2, **items)
+@pytest.mark.parametrize("keep", [0, True, -1])
+def test_the_number_to_keep_is_checked(keep, tmp_path):
     with pytest.raises(sc.VariablesError, match="keep"):
-        sc.save(tmp_path / "saves", step=1, keep=0)
+        sc.save(tmp_path / "saves", step=1, keep=keep)
     assert not list(tmp_path.iterdir())
-
-
-def test_numbered_saves_do_not_go_into_a_checkpoint(tmp_path):
-    sc.save(tmp_path / "saved", step=1)
-    with pytest.raises(sc.VariablesError, match="a directory of their own"):
-        sc.save(tmp_path / "saved", step=2, keep=2)
-    assert sc.restore(tmp_path / "saved", step=0) == {"step": 1}
 
 
 # ---- asynchronous --------------------------------------------------------------------------------
@@ -665,20 +683,18 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
 
 @pytest.mark.parametrize("place", ["wait", "next save"])
 def test_errors_of_asynchronous_saves_surface(place, tmp_path, monkeypatch):
-    from stepcache.variables import checkpoint_files
-
     sc.save(tmp_path / "saved", step=1)
 
     def fail(self):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_files.Staging, "publish", fail)
+        patched.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", fail)
         saving = sc.save(tmp_path / "saved", step=2, asynchronous=True)
         with pytest.raises(sc.VariablesError, match="the disk is full"):
             saving.wait() if place == "wait" else sc.save(tmp_path / "other", step=3)
     assert sc.restore(tmp_path / "saved", step=0) == {"step": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert names_in(tmp_path / "saved") == ["step_00000001"]
     sc.save(tmp_path / "saved", step=4)
 
 
@@ -695,7 +711,7 @@ def test_a_process_does_not_end_before_it_has_written(ending, tmp_path):
     expected = "done\n" if _process_hooks.THREADS_END_EARLY else "written behind\n"
     assert ended.returncode == 0 and output == expected, output
     assert sc.restore(tmp_path / "saved", w=np.zeros(4_000_000), step=0)["step"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert names_in(tmp_path / "saved") == ["step_00000001"]
 
 
 def test_a_failure_to_write_is_typed(tmp_path):
@@ -719,7 +735,7 @@ def test_a_save_that_fails_in_orbax_does_not_hold_up_the_next(tmp_path):
     printed = process(tmp_path, body).communicate(timeout=60)[0]
     assert printed.count("refused: True") == 2, printed
     assert sc.restore(tmp_path / "saved", w=np.zeros(1000), step=0)["step"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert names_in(tmp_path / "saved") == ["step_00000002"]
 
 
 def test_a_save_without_a_thread_of_its_own_is_written_all_the_same(tmp_path, monkeypatch):
@@ -735,7 +751,7 @@ def test_a_save_without_a_thread_of_its_own_is_written_all_the_same(tmp_path, mo
         saving = sc.save(tmp_path / "saved", step=1, asynchronous=True)
     assert saving.done and sc.restore(tmp_path / "saved", step=0) == {"step": 1}
     sc.save(tmp_path / "saved", step=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert names_in(tmp_path / "saved") == ["step_00000002"]
 
 
 def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
@@ -759,10 +775,10 @@ def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
 FAILING = """
 import atexit, sys
 import numpy as np, stepcache as sc
-from stepcache.variables import checkpoint_files
+from orbax.checkpoint._src.path import atomicity
 def full(self):
     raise OSError("no space left")
-checkpoint_files.Staging.publish = full
+atomicity.AtomicRenameTemporaryPath.finalize = full
 atexit.register(print, "another handler")
 saving = sc.save(sys.argv[1], w=np.ones(400), asynchronous=True)
 if len(sys.argv) > 2:
@@ -782,26 +798,3 @@ def test_a_failed_save_that_nobody_has_heard_of_is_in_the_exit_code(tmp_path, wa
     assert "no space left" in done.stderr
     lines = done.stdout.splitlines()
     assert lines == [*["heard True"] * waits, "the script ends", "another handler"]
-
-
-def test_what_a_kill_leaves_at_any_moment_of_the_removal_is_removed_by_the_next_save(
-    tmp_path, monkeypatch
-):
-    """The lock goes last: a directory without it would be nobody's."""
-    for last in ("old", "lock", "directory"):
-        staging = files.Staging(tmp_path / "saved")
-        (staging._directory / "old").mkdir()
-        os.close(staging._lock)  # As at the end of its process.
-        if last != "old":
-            (staging._directory / "old").rmdir()
-        if last == "directory":
-            (staging._directory / "lock").unlink()
-            os.utime(staging._directory, (0, 0))
-        sc.save(tmp_path / "saved", step=1)
-        assert [path.name for path in tmp_path.iterdir()] == ["saved"], last
-    removed = []
-    monkeypatch.setattr(files.shutil, "rmtree", lambda path, **_: removed.append(Path(path).name))
-    staging = files.Staging(tmp_path / "other")
-    (staging._directory / "old").mkdir()
-    staging.close()
-    assert removed == ["old", staging._directory.name]

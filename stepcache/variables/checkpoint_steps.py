@@ -1,0 +1,158 @@
+"""Directories of checkpoints: a checkpoint for each step, `step_00000012`.
+
+orbax writes a checkpoint beside its place, and renames it when it is whole. So each `step_…` is
+whole at any moment, and what a killed save leaves has another name. orbax's `CheckpointManager` is
+not used: it removes steps that it did not write, leaves out saves without a word, and leaves what
+killed saves have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from stepcache.errors import VariablesError
+
+# A replaced checkpoint is there until the new one of its step is whole.
+_STEP = re.compile(r"step_(?P<number>\d{8,})(?P<replaced>\.replaced)?")
+_UNFINISHED = re.compile(r"step_\d{8,}\.(removed|orbax-checkpoint-tmp.*)")
+
+
+def our_metadata(path: Path) -> dict[str, Any] | None:
+    """What we save beside the arrays of a checkpoint; None where we have not written it."""
+    try:
+        text = (path / "_CHECKPOINT_METADATA").read_text()
+        return json.loads(text)["custom_metadata"]["stepcache"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+
+
+def step_path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:08}"
+
+
+def steps_in(directory: Path) -> list[Path]:
+    """The checkpoints of steps below a directory, the newest first."""
+    matches = filter(None, map(_STEP.fullmatch, _names_in(directory)))
+    order = sorted((int(m["number"]), m["replaced"] is None, m.string) for m in matches)
+    return [directory / name for *_, name in reversed(order)]
+
+
+@contextlib.contextmanager
+def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
+    """Context manager of a save: yields the path of its checkpoint, where nothing is yet.
+
+    Leaves the newest `keep` checkpoints, and nothing that this save, or one that was killed, did
+    not finish.
+
+    Args:
+        directory: of the checkpoints.
+        step: the number of the checkpoint; None for the one after the newest.
+        keep: how many checkpoints stay, this one among them.
+    """
+    if _is_tree(directory):
+        what = "a save would write into another checkpoint"
+        hint = "name another directory: each save makes one of its step below it"
+        raise VariablesError(what, where=str(directory), got="a checkpoint", hint=hint)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        _clean(directory)
+        if step is None:
+            step = next((int(path.name[5:]) + 1 for path in steps_in(directory)), 0)
+        target = step_path(directory, step)
+        if target.exists():
+            if our_metadata(target) is None:
+                what = "a save would replace what stepcache did not write, or what is damaged"
+                hint = "move it away, or save to another directory"
+                raise VariablesError(what, where=str(target), hint=hint)
+            target.rename(target.with_suffix(".replaced"))
+        try:
+            yield target
+        finally:
+            _clean(directory)
+        others = [path for path in steps_in(directory) if path != target]
+        for path in [path for path in others if our_metadata(path) is not None][keep - 1 :]:
+            _remove(path)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Context manager of the only process that saves to a directory. A killed one has no lock."""
+    with contextlib.ExitStack() as stack:
+        opened = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, opened)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(fcntl.flock, opened, fcntl.LOCK_UN)  # A forked child may have it open.
+        except BlockingIOError:
+            what = "another process is writing a checkpoint to this directory"
+            hint = "have each program save to a directory of its own"
+            raise VariablesError(what, where=str(directory), hint=hint) from None
+        except OSError:
+            pass  # A file system without locks.
+        yield
+
+
+def _clean(directory: Path) -> None:
+    """Removes what saves did not finish, and puts back what they would have replaced."""
+    for path in map(directory.joinpath, _names_in(directory)):
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix == ".replaced" and _STEP.fullmatch(path.name):
+            if path.with_suffix("").exists():
+                _remove(path)
+            else:
+                path.rename(path.with_suffix(""))
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, atomically for its readers."""
+    removed = path.with_suffix(".removed")
+    with contextlib.suppress(OSError):
+        path.rename(removed)
+        shutil.rmtree(removed)
+
+
+def find(path: Path, items: Collection[str]) -> Path:
+    """The checkpoint at `path`, or the newest of the steps below it.
+
+    In those of orbax's `CheckpointManager`, which are named by their number alone, it is the tree
+    that was saved without a name, or the directory with a tree for each of the `items`.
+
+    Raises:
+        VariablesError: there is none.
+    """
+    own = [step for step in steps_in(path) if our_metadata(step) is not None]
+    numbers = sorted(filter(str.isdecimal, _names_in(path)), key=int, reverse=True)
+    for step in (path, *own, *map(path.joinpath, numbers)):
+        for tree in (step, step / "default"):
+            if _is_tree(tree):
+                return tree
+        if is_composite(step, items):
+            return step
+    raise VariablesError(
+        "there is no checkpoint to restore",
+        where=str(path),
+        expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",
+        got=f"{_names_in(path)[:3]}" if path.is_dir() else "no such directory",
+    )
+
+
+def _is_tree(path: Path) -> bool:
+    return (path / "_METADATA").exists()
+
+
+def is_composite(path: Path, items: Collection[str]) -> bool:
+    """Whether a step of orbax's `CheckpointManager` has a tree for each of some names."""
+    return bool(items) and all(_is_tree(path / name) for name in items)
