@@ -199,7 +199,7 @@ def test_import_is_light():
         "import stepcache; from jax._src import xla_bridge; "
         "assert not xla_bridge.backends_are_initialized(); "
         "import sys; assert not {'flax', 'equinox', 'optax', 'rich', 'zmq'} & set(sys.modules); "
-        "parts = 'variables.packing distributed.peers report.explanation calls.padding'.split(); "
+        "parts = 'variables.packing pods.watch report.explanation calls.padding'.split(); "
         "assert not {f'stepcache.{part}' for part in parts} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,11 +23,6 @@ from stepcache.errors import StepCacheError
 
 GRACE_SECONDS = 15.0
 _POLL_SECONDS = 0.02
-# Variables by which a job around the launcher describes its own ranks and nodes.
-_FOREIGN = re.compile(
-    r"(OMPI|PMIX?|PRTE|MPI)_|JAX_(COORDINATOR_PORT|PARTITION_INDEX|SLICE_INDEX)$|SLURM_(JOB_)?"
-    r"(STEP|NTASKS|TASK|NPROCS|PROCID|LOCALID|GTIDS|NODE|NNODES|NUM_NODES|SRUN_COMM|LAUNCH_NODE)"
-)
 
 
 def launch(
@@ -118,11 +112,11 @@ def rank_environment(
 ) -> dict[str, str]:
     """The environment variables of one rank of a launcher that has those `around`.
 
-    They describe a Slurm step, which all versions of JAX read, and no MPI library.
+    They describe a Slurm step, which all versions of JAX read.
     """
-    found = {name: value for name, value in around.items() if not _FOREIGN.match(name)}
     count = devices or 1
-    found |= {
+    environment = {
+        **around,
         "SLURM_JOB_ID": around.get("SLURM_JOB_ID", "0"),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(ranks),
@@ -132,10 +126,11 @@ def rank_environment(
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(rank * count, (rank + 1) * count))),
     }
-    asked = "xla_force_host_platform_device_count" in found.get("XLA_FLAGS", "")
-    if devices is not None or not (asked or "JAX_NUM_CPU_DEVICES" in found):
-        found["JAX_NUM_CPU_DEVICES"] = str(count)
+    environment.pop("OMPI_MCA_orte_hnp_uri", None)  # JAX would prefer a job of Open MPI.
+    asked = "xla_force_host_platform_device_count" in around.get("XLA_FLAGS", "")
+    if devices is not None or not (asked or "JAX_NUM_CPU_DEVICES" in around):
+        environment["JAX_NUM_CPU_DEVICES"] = str(count)
     # gRPC would ask a proxy for the coordinator, and hang.
-    others = found.get("no_grpc_proxy") or found.get("no_proxy")
-    found["no_grpc_proxy"] = f"{others},127.0.0.1" if others else "127.0.0.1"
-    return found
+    others = around.get("no_grpc_proxy") or around.get("no_proxy")
+    environment["no_grpc_proxy"] = f"{others},127.0.0.1" if others else "127.0.0.1"
+    return environment

@@ -15,9 +15,8 @@ import numpy as np
 
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.link import plain
 from stepcache.pods.global_arrays import is_key, spans_processes
-from stepcache.pods.rounds import MAX_SIDES, Peers, Round, by_rank, ranks_in, sides_of
+from stepcache.pods.rounds import Peers, Round, disagreement
 from stepcache.units import shortened
 
 Groups = dict[tuple[int, ...], dict[str, str]]
@@ -97,19 +96,6 @@ def digest_of(tokens: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
 
-def _differing(contributions: dict[int, bytes]) -> bytes:
-    """Merges digests, by the name of a group of ranks, to the groups whose ranks hold different
-    values: the sides of each; of very many, the first ones.
-    """
-    digests = {rank: plain.unpack(each) for rank, each in contributions.items()}
-    sides = {
-        name: sides_of({rank: found[name] for rank, found in digests.items() if name in found})
-        for name in sorted({name for found in digests.values() for name in found})
-    }
-    several = [(name, each) for name, each in sides.items() if len(each) > 1]
-    return plain.pack(dict(sorted(several, key=lambda each: each[1])[:MAX_SIDES]))
-
-
 def compare(round: Round, about: str, groups: Groups) -> None:
     """Compares values with those of the other processes.
 
@@ -121,41 +107,24 @@ def compare(round: Round, about: str, groups: Groups) -> None:
     Raises:
         AgreementError: values differ; it names their paths and the ranks.
     """
-    named = {
-        hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]: tokens
-        for ranks, tokens in groups.items()
-    }
-    own = {name: digest_of(tokens) for name, tokens in named.items()}
-    sides = {
-        name: [ranks_in(spans) for spans in each]
-        for name, each in plain.unpack(round.merge("values", plain.pack(own), _differing)).items()
-    }
-    if not sides:
-        return
-    speakers = sorted({ranks[0] for each in sides.values() for ranks in each})
-    tokens = round.explained_by(
-        "differing values", speakers, lambda: {x: named[x] for x in sides if x in named}
+
+    def compared(usual: dict[str, str], other: dict[str, str]) -> list[Change]:
+        # A path that one of them does not hold is no difference.
+        paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
+        return [Change("value", path, usual[path], other[path]) for path in paths]
+
+    differing = round.compare(
+        "values", {digest_of({"": str(ranks)}): digest_of(groups[ranks]) for ranks in groups}
     )
-    changes, lines, all_sides = [], [], []
-    for name, (most, *others) in sides.items():
-        usual = tokens[most[0]][name]
-        for ranks in others:
-            other = tokens[ranks[0]][name]
-            # A path that one of them does not hold is no difference.
-            paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
-            found_here = [Change("value", path, usual[path], other[path]) for path in paths]
-            changes += found_here
-            lines += [by_rank(change, most, ranks) for change in found_here]
-            if paths:
-                all_sides += [tuple(most), tuple(ranks)]
-    if changes:
-        what = f"replicated values differ between the ranks, {about}:"
-        raise AgreementError(
-            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
-            changes,
-            tuple(dict.fromkeys(all_sides)),
-            hint="make them from the same seed, checkpoint and settings on all processes; pass "
-            "values that differ between processes in a batch",
+    sides = [[ranks for _, ranks in each] for each in differing.values()]
+    tokens = {path: token for each in groups.values() for path, token in each.items()}
+    found = round.explain("differing values", sides, lambda: tokens, compared)
+    if found:
+        raise disagreement(
+            f"replicated values differ between the ranks, {about}:",
+            found,
+            "make them from the same seed, checkpoint and settings on all processes; pass values "
+            "that differ between processes in a batch",
         )
 
 

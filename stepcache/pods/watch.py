@@ -6,6 +6,14 @@ waits for the next event in a blocking call. If none comes for twenty seconds, t
 appends a tick, so that all threads wake, and each looks whether its main thread moves. Twenty
 seconds become two when a rank has gone while others may wait for it.
 
+| event | appended by | what the threads do |
+| --- | --- | --- |
+| tick | the lowest rank, if nothing happens | look whether their main threads move |
+| out | the first rank that ends, or leaves a session | look every two seconds who is gone |
+| suspect | a rank whose collective has failed | look which processes of their machine have ended |
+| lost | who knows of a lost rank, or is one | record the loss, which the main threads raise |
+| hang | a rank without progress | log where their threads are |
+
 A killed rank says nothing. Its neighbours' collectives fail, and processes of the same machine see
 that it has ended; elsewhere JAX's heartbeats end the pod. If the main thread still waits for a
 device a few seconds after a loss, it cannot raise: then the thread prints the error and ends the
@@ -20,13 +28,12 @@ import logging
 import os
 import re
 import select
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -58,8 +65,18 @@ _OF_TRANSPORT = re.compile(
 _EVENTS, _PROCESSES, _OUT, _WHERE, _GONE = (
     f"stepcache/{name}" for name in ("events", "processes", "out", "where", "gone")
 )
+_SCRIPT, _LAST_NUMBER = "script", 1 << 60  # Who ends its script leaves all sessions to come.
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
+
+
+class Entered(NamedTuple):
+    """A session that a thread has entered."""
+
+    mesh: str  # Names the processes of its mesh.
+    ranks: Sequence[int]  # These processes.
+    number: int  # Of all sessions of this mesh, as all processes count them.
+    hang_seconds: float  # How long the thread may stand still; may be infinite.
 
 
 class Watch:
@@ -73,20 +90,17 @@ class Watch:
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
         self._error: RankLostError | None = None
-        self._raised = self._closed = self._has_failed = False
+        self._raised = self._closed = self._has_failed = self._reported_hang = False
         self._lost_at, self._noting = 0.0, threading.Lock()
         self._failure = self._ended = ""  # How this process is about to end.
         self._movement = Movement(threading.main_thread().ident or 0)
-        # Sessions entered: mesh, its ranks, the number of the session, and `hang_after`.
-        self._inside: list[tuple[str, Sequence[int], int, float]] = []
+        self._entered: list[Entered] = []
         self._numbers: dict[str, int] = {}
-        self._unsaid: dict[str, bytes] = {}  # How sessions were left, while devices still compute.
-        self._agreeing_since = float("inf")
-        self._alert_until, self._reported_hang = 0.0, False
-        self._neighbours: dict[int, int] = {}
-        self._list_again = True
-        self._machine = _machine()
-        pid = str(os.getpid()).encode()
+        self._unsaid: dict[str, tuple[int, str]] = {}  # Number and end of sessions that were left.
+        self._agreeing_since, self._alert_until = float("inf"), 0.0
+        self._neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
+        self._machine = _machine() or f"of rank {self.rank}"
+        pid = str(self._pid).encode()
         service.put(f"{_PROCESSES}/{self._machine}/{self.rank}", pid, replace=True)
         known = {int(name): event for name, event in service.listed(f"{_EVENTS}/").items()}
         lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
@@ -109,49 +123,29 @@ class Watch:
     # ---- called by the user's threads ------------------------------------------------------------
 
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float) -> None:
-        """Notes that this thread enters a session, and watches its movement from now on.
-
-        Args:
-            mesh: names the processes of the session's mesh.
-            ranks: these processes.
-            hang_seconds: how long the thread may stand still; may be infinite.
-        """
+        """Notes that this thread enters a session, and watches its movement from now on."""
         self._movement = Movement(threading.get_ident())
         self._numbers[mesh] = number = self._numbers.get(mesh, 0) + 1
         self._unsaid.pop(mesh, None)
-        self._inside = [*self._inside, (mesh, ranks, number, hang_seconds)]
+        self._entered = [*self._entered, Entered(mesh, ranks, number, hang_seconds)]
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """Says that the thread leaves its session, with an error or without."""
-        at = max((n for n, each in enumerate(self._inside) if each[0] == mesh), default=None)
-        if at is not None:
-            self._inside = self._inside[:at] + self._inside[at + 1 :]
+        of_mesh = [each for each in self._entered if each.mesh == mesh]
+        self._entered = [each for each in self._entered if each not in of_mesh[-1:]]
         if isinstance(error, SystemExit) and error.code:
             self._failure = f"ended by SystemExit: {error.code}"
-        if at is None or any(each[0] == mesh for each in self._inside) or self.lost.is_set():
-            return
-        how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-        state = [self._numbers[mesh], _after(f"left its session{how}")]
-        self._unsaid = {**self._unsaid, mesh: plain.pack(state)}
-        with contextlib.suppress(Unreachable):
-            self._say_left()
-
-    def _say_left(self) -> None:
-        """Says which sessions this process has left, once its devices compute nothing for others:
-        they may wait for that.
-        """
-        if self._unsaid and not pending_ranks() - {self.rank}:
-            said, self._unsaid = self._unsaid, {}
-            for mesh, state in said.items():
-                self.service.put(f"{_OUT}/{mesh}/{self.rank}", state, replace=True)
-                number = plain.unpack(state)[0]
-                if self.service.put(f"{_OUT}/first/{mesh} {number}", b"1"):
-                    self._append("out")
+        if len(of_mesh) == 1 and not self.lost.is_set():
+            how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
+            left = self._numbers[mesh], _after(f"left its session{how}")
+            self._unsaid = {**self._unsaid, mesh: left}
+            with contextlib.suppress(Unreachable):
+                self._say_left()
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
         """Context manager of an agreement round, during which other ranks may end."""
-        self._agreeing_since, self._list_again = time.monotonic(), True
+        self._agreeing_since, self._neighbours = time.monotonic(), None
         try:
             yield
         finally:
@@ -182,18 +176,18 @@ class Watch:
             with contextlib.suppress(Unreachable):
                 self._append("suspect")
                 if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
-                    self._say_lost((), f"a collective failed: {first_line(error)}")
+                    self._say_lost([], f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> None:
         """Says which ranks of this machine are lost, as their processes have ended."""
-        if self._list_again:
+        if self._neighbours is None:
             listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
-            self._neighbours, self._list_again = {int(n): int(listed[n]) for n in listed}, False
+            self._neighbours = {int(rank): int(pid) for rank, pid in listed.items()}
         ended = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
-            self._say_lost(ended, "its process has ended")
+            self._say_lost(sorted(ended), "its process has ended")
 
     def note_loss(self, ranks: Sequence[int], why: str) -> None:
         """Records and logs a loss, unless one is recorded."""
@@ -202,18 +196,16 @@ class Watch:
                 return
             are = "is" if len(ranks) == 1 else "are"
             who = f"{readable_ranks(ranks)} of the pod {are} lost" if ranks else "the pod is broken"
-            here, call = f"rank {self.rank}", latest_call()
-            self._error = RankLostError(
-                f"{who}: {why}",
-                ranks,
-                where=f"{here}, {call}" if call else here,
-                hint="start again, on as many processes as there are: sc.restore reads what any "
-                "number of processes saved",
-            )
+            here = ", ".join(filter(None, (f"rank {self.rank}", latest_call())))
+            hint = "start again, on as many processes as there are: sc.restore reads what any "
+            hint += "number of processes saved"
+            self._error = RankLostError(f"{who}: {why}", ranks, where=here, hint=hint)
             self._lost_at = time.monotonic()
             self.lost.set()
             if not self._failure:
                 _log.error("%s", self._error.what)
+
+    # ---- what is said ----------------------------------------------------------------------------
 
     def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
         """Appends an event; after those of other ranks that come meanwhile, or then not."""
@@ -221,8 +213,21 @@ class Watch:
         while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
             number += 1
 
-    def _say_lost(self, ranks: Iterable[int], why: str) -> None:
-        self._append("lost", ranks=sorted(ranks), why=why)
+    def _say_lost(self, ranks: Sequence[int], why: str) -> None:
+        self._append("lost", ranks=ranks, why=why)
+
+    def _say_out(self, place: str, number: int, how: str) -> None:
+        """Says that this process has left a session of a mesh, or has ended its script."""
+        self.service.put(f"{_OUT}/{place}/{self.rank}", plain.pack([number, how]), replace=True)
+        if self.service.put(f"{_OUT}/first/{place} {number}", b"1"):
+            self._append("out")
+
+    def _say_left(self) -> None:
+        """Says which sessions were left, once no device computes for others: they wait for that."""
+        if self._unsaid and not pending_ranks() - {self.rank}:
+            unsaid, self._unsaid = self._unsaid, {}
+            for mesh, left in unsaid.items():
+                self._say_out(mesh, *left)
 
     # ---- the watching thread ---------------------------------------------------------------------
 
@@ -256,82 +261,71 @@ class Watch:
             time.sleep(0.5)
 
     def _handle(self, number: int, event: dict[str, Any]) -> None:
-        by = event["by"]
         match event["kind"]:
             case "out":
                 self._alert_until = time.monotonic() + _ALERT_SECONDS
             case "suspect":
-                self._list_again = True
+                self._neighbours = None
                 self.look_for_ended()
             case "hang":
                 self._report_hang(number, event["text"])
             case "lost":
-                noticed = "" if by in event["ranks"] else f" (rank {by} noticed)"
-                self.note_loss(event["ranks"], f"{event['why']}{noticed}")
+                noticed = f" (rank {event['by']} noticed)"
+                of_itself = event["by"] in event["ranks"]
+                self.note_loss(event["ranks"], event["why"] + ("" if of_itself else noticed))
 
     def _look(self) -> None:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
         still = self._movement.look()
         agreeing = max(time.monotonic() - self._agreeing_since, 0.0)
         self._say_left()
-        if not self._inside:
+        if not self._entered:
             return
-        mesh, ranks, session, hang_seconds = self._inside[-1]
+        session = self._entered[-1]
         if still < 0.5 and not agreeing:
             self._reported_hang = False
         if (still > _STILL_SECONDS and self._movement.waits_for_device) or agreeing > 1:
             self.look_for_ended()
             if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
-                out = self._out(mesh, session, ranks)
+                out: dict[int, str] = {}
+                for place in (session.mesh, _SCRIPT):
+                    for rank, said in self.service.listed(f"{_OUT}/{place}/").items():
+                        number, how = plain.unpack(said)
+                        if int(rank) in session.ranks and number >= session.number:
+                            out[int(rank)] = how
                 computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
-                waited_for = {r for r in out if agreeing or r in computing or not computing}
+                waited_for = [r for r in out if agreeing or r in computing or not computing]
                 if waited_for:
                     why = "; ".join(dict.fromkeys(out[rank] for rank in sorted(waited_for)))
                     waits = f"while rank {self.rank} waits at {self._movement.where}"
-                    return self._say_lost(waited_for, f"{why}, {waits}")
-        if max(still, agreeing) > hang_seconds and not self._reported_hang:
-            text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
+                    return self._say_lost(sorted(waited_for), f"{why}, {waits}")
+        if max(still, agreeing) > session.hang_seconds and not self._reported_hang:
+            text = f"no progress for {session.hang_seconds:g} s in rank {self.rank}"
             self._append("hang", or_not=True, text=text)
-
-    def _out(self, mesh: str, session: int, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns how other ranks have ended, or left a session."""
-        ended = self.service.listed(f"{_OUT}/ended/")
-        left = self.service.listed(f"{_OUT}/{mesh}/")
-        found = {}
-        for rank in set(ranks) - {self.rank}:
-            number, how = plain.unpack(left.get(str(rank), plain.pack([0, ""])))
-            if str(rank) in ended:
-                found[rank] = ended[str(rank)].decode()
-            elif number >= session:
-                found[rank] = how
-        return found
 
     def _report_hang(self, number: int, text: str) -> None:
         """Logs the stacks of this process; rank 0 also where all are."""
         self._reported_hang, place = True, f"{_WHERE}/{number}"
-        still, call = self._movement.look(), latest_call()
-        where = ", ".join(filter(None, (call, self._movement.where)))
+        still = self._movement.look()
+        where = ", ".join(filter(None, (latest_call(), self._movement.where)))
         self.service.put(f"{place}/{self.rank}", plain.pack([where, still]))
         _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
         processes, deadline = self._processes(), time.monotonic() + _ANSWER_SECONDS
         if self.rank == min(processes):
-            while True:
-                answers = self.service.listed(f"{place}/")
-                if len(answers) == len(processes) or time.monotonic() > deadline:
+            while len(answers := self.service.listed(f"{place}/")) < len(processes):
+                if time.monotonic() > deadline:
                     break
                 time.sleep(0.2)
             rows = {int(rank): plain.unpack(answers[rank]) for rank in answers}
-            _log.warning(
-                "%s. The ranks are here:\n  %s", text, table(rows, processes - rows.keys())
-            )
+            silent = processes - rows.keys()
+            _log.warning("%s. The ranks are here:\n  %s", text, table(rows, silent))
 
     def _exit_if_stuck(self) -> None:
         """Ends the process if its main thread cannot raise the loss: it is in a call that only the
         lost rank could end, which Python cannot interrupt.
         """
         still = min(self._movement.look(), time.monotonic() - self._lost_at)
-        had_raised = self._raised
-        limit = _LEAVE_SECONDS if had_raised else _RAISE_SECONDS
+        limit = _LEAVE_SECONDS if self._raised else _RAISE_SECONDS
         if not self._movement.waits_for_device or still < limit:
             return
         give_up = _process_hooks.exit_after(2 * _LAST_SECONDS)  # A stream may block.
@@ -342,9 +336,9 @@ class Watch:
             sys.stderr.write(f"{name}: {self._error}\n{place}\n")
             sys.stderr.flush()
         self._leave_pod()
-        if self._raised and not had_raised:  # The ends of other ranks have ended its call.
-            return give_up()
-        os._exit(1)
+        if self._movement.look():
+            os._exit(1)
+        give_up()  # The ends of other ranks have ended its call.
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -367,9 +361,7 @@ class Watch:
         self._ended = how  # From now on JAX has no backend to ask for arrays.
         with contextlib.suppress(Unreachable):
             if not self.lost.is_set():
-                self.service.put(f"{_OUT}/ended/{self.rank}", _after(how).encode())
-                if self.service.put(f"{_OUT}/first/ended", b"1"):
-                    self._append("out")
+                self._say_out(_SCRIPT, _LAST_NUMBER, _after(how))
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
@@ -414,12 +406,15 @@ def _after(how: str) -> str:
 
 
 def _machine() -> str:
-    """Returns a name of this machine and of the namespace of its process identifiers."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
-    return "-".join(parts)
+    """Names this machine and the namespace of its process identifiers; empty where none is known.
+
+    A process of another machine, or in another container, is not recognized as ended.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
 
 
 def _has_ended(pid: int) -> bool:

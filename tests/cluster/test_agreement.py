@@ -169,10 +169,10 @@ with sc.Session(mesh, agree_timeout=2):
 
 def test_a_rank_that_does_not_come_is_named(together):
     ranks = together("not coming")
+    for rank in ranks:
+        assert "rank 1 did not take part" in rank.said("error")[0], rank.output
     for number in (0, 2):
-        assert "rank 1 did not take part" in ranks[number].said("error")[0], ranks[number].output
         assert 1.5 < float(ranks[number].said("seconds")[0]) < 4
-    assert "came too late" in ranks[1].said("error")[0], ranks[1].output
 
 
 def test_what_a_step_computes_depends_on_the_rank(shared_pod, tmp_path):
