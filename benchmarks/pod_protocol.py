@@ -212,9 +212,8 @@ class Rank:
         self._keys += 1
         key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
         entries = {
-            "label": "train.py:train",
-            "call": key,
             "error": "",
+            "call": key,
             "values": "v" * 16,
             "module": key,
             "program": f"{key} {holds}",
@@ -232,7 +231,7 @@ class Rank:
 
     def run(self, waits: Waits, cases: Sequence[str], save: Callable[[], None]) -> None:
         """Measures cases, in order; `save` is called before the last one, and after it."""
-        self.peers.enter(60.0)
+        self.peers.watch.enter(self.peers.name, self.peers.ranks, 60.0)
         self.agree("stored")  # The first meeting of all.
         if "keys" in cases:
             for way in WAYS:

@@ -23,16 +23,17 @@ def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...
     if sharding is None or sharding.is_fully_replicated:
         return ()
     try:
-        shard = sharding.shard_shape(shape)
+        sizes = sharding.shard_shape(shape)
     except ValueError:  # It is not divisible: JAX will say so.
         return ()
-    indices = list(sharding.addressable_devices_indices_map(shape).values())
-    starts = (
-        {index[dimension].start for index in indices if index is not None}
-        for dimension in range(len(shape))
-    )
-    part = tuple(len(each) * size for each, size in zip(starts, shard, strict=True))
+    part = tuple(map(lambda at, size: len(at) * size, _starts(sharding, shape), sizes))
     return part if part != shape else ()
+
+
+def _starts(sharding: Sharding, shape: tuple[int, ...]) -> list[list[int]]:
+    """Returns where the shards of this process begin, in order, for each dimension."""
+    indices: Any = sharding.addressable_devices_indices_map(shape).values()
+    return [sorted({index[n].start or 0 for index in indices}) for n in range(len(shape))]
 
 
 def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
@@ -96,21 +97,20 @@ def _maker(
         dtype: of both.
     """
     make = jaxcompat.maker_of_arrays(sharding, shape, dtype, committed=committed)
-    indices: Any = list(sharding.addressable_devices_indices_map(shape).values())
+    indices: Any = sharding.addressable_devices_indices_map(shape).values()
     if sharding.is_fully_replicated:
         return lambda part: make([part] * len(indices))
-    slices: list[list[slice]] = [[] for _ in indices]  # Of the part, by device and dimension.
-    for dimension, shard_size in enumerate(sharding.shard_shape(shape)):
-        given = [index[dimension] for index in indices]
-        if part_shape[dimension] != shape[dimension]:
-            starts = sorted({each.start or 0 for each in given})
-            if len(starts) * shard_size != part_shape[dimension]:  # Which JAX will say.
+    rows = zip(_starts(sharding, shape), sharding.shard_shape(shape), strict=True)
+    slices = []  # Of the part, by dimension and device.
+    for n, (starts, size) in enumerate(rows):
+        given = [index[n] for index in indices]
+        if part_shape[n] != shape[n]:
+            if len(starts) * size != part_shape[n]:  # Which JAX will say.
                 return lambda part: jax.make_array_from_process_local_data(sharding, part, shape)
-            numbers = (starts.index(each.start or 0) for each in given)
-            given = [slice(n * shard_size, (n + 1) * shard_size) for n in numbers]
-        for own, each in zip(slices, given, strict=True):
-            own.append(each)
-    keys = [tuple(own) for own in slices]
+            numbers = [starts.index(each.start or 0) for each in given]
+            given = [slice(number * size, (number + 1) * size) for number in numbers]
+        slices.append(given)
+    keys = [*zip(*slices, strict=True)]
     return lambda part: make([part[key] for key in keys])
 
 

@@ -15,14 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, TextIO
 
 from stepcache._process_hooks import signals_handled
-from stepcache.errors import StepCacheError
 
 GRACE_SECONDS = 15.0
-_POLL_SECONDS = 0.02
 
 
 def launch(
@@ -35,8 +32,8 @@ def launch(
 ) -> int:
     """Runs a script as that many ranks on this machine, and waits for them.
 
-    To be called in the main thread: SIGINT and SIGTERM are passed on to the ranks meanwhile. Ranks
-    have 15 seconds to end by themselves when one has failed, and again after SIGTERM.
+    To be called in the main thread: SIGINT and SIGTERM are passed on to the ranks meanwhile. When
+    one has failed, the others have 15 seconds to end by themselves, and are killed then.
 
     Args:
         target: the path of the script, or the name of a module.
@@ -48,14 +45,8 @@ def launch(
     Returns:
         The exit code of the rank that failed first, 128 and the number of the signal if one killed
         it; 0 when all ranks ended with 0.
-
-    Raises:
-        StepCacheError: there is no such script.
     """
-    if not (module or Path(target).is_file()):
-        raise StepCacheError("there is no script to launch", where=target)
     with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes: list[subprocess.Popen[bytes]] = []
@@ -88,22 +79,20 @@ def launch(
                 for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     copying.append(threading.Thread(target=copy, args=(stream, to, rank)))
                     copying[-1].start()
-            code, due, number = 0, float("inf"), signal.SIGTERM
-            while None in [process.poll() for process in processes]:
+            code, due = 0, float("inf")
+            while None in [process.poll() for process in processes] and time.monotonic() < due:
                 for rank, process in enumerate(processes):
                     if not code and process.returncode:
                         code, due = process.returncode, time.monotonic() + GRACE_SECONDS
                         text = f"rank {rank} ended with {code}; the others have {GRACE_SECONDS:g} s"
                         print(f"stepcache launch: {text}", file=sys.stderr, flush=True)
-                if time.monotonic() > due:
-                    send(number)
-                    due, number = time.monotonic() + GRACE_SECONDS, signal.SIGKILL
-                time.sleep(_POLL_SECONDS)
+                time.sleep(0.02)
         finally:
             send(signal.SIGKILL)
             for thread in copying:
                 thread.join(2.0)
-    code = code or next(filter(None, (process.wait() for process in processes)), 0)
+    codes = [process.wait() for process in processes]
+    code = code or next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
 
 
@@ -125,12 +114,9 @@ def rank_environment(
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(rank * count, (rank + 1) * count))),
+        "no_grpc_proxy": "127.0.0.1",  # gRPC would ask a proxy for the coordinator, and hang.
     }
     environment.pop("OMPI_MCA_orte_hnp_uri", None)  # JAX would prefer a job of Open MPI.
-    asked = "xla_force_host_platform_device_count" in around.get("XLA_FLAGS", "")
-    if devices is not None or not (asked or "JAX_NUM_CPU_DEVICES" in around):
-        environment["JAX_NUM_CPU_DEVICES"] = str(count)
-    # gRPC would ask a proxy for the coordinator, and hang.
-    others = around.get("no_grpc_proxy") or around.get("no_proxy")
-    environment["no_grpc_proxy"] = f"{others},127.0.0.1" if others else "127.0.0.1"
+    if devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     return environment

@@ -16,7 +16,7 @@ import numpy as np
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.pods.global_arrays import is_key, spans_processes
-from stepcache.pods.rounds import Peers, Round, disagreement
+from stepcache.pods.rounds import Peers, Round
 from stepcache.units import shortened
 
 Groups = dict[tuple[int, ...], dict[str, str]]
@@ -67,7 +67,6 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
         ranks: the processes that hold replicas of local arrays.
     """
     groups: Groups = {}
-    read: dict[tuple[int, str], list[np.ndarray]] = {}
     for path, value, part in leaves:
         if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
@@ -76,18 +75,14 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
         holders: dict[str, set[int]] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
             holders.setdefault(_index_text(index, array.shape), set()).add(device.process_index)
-        shards: dict[str, list[Any]] = {}
-        for shard in array.addressable_shards:
-            shards.setdefault(_index_text(shard.index, array.shape), []).append(shard.data)
-        for index, held in shards.items():
-            key = (id(value), index)
-            copies = read.get(key) or [np.asarray(each) for each in held]
-            if part is not None:
-                read[key] = copies
-            tokens = sorted({token_of(each[part or ...], whole=True) for each in copies})
-            several = _SEVERAL if len(tokens) > 1 else ""
+        tokens: dict[str, set[str]] = {}
+        for shard in array.addressable_shards:  # JAX reads the data of each once.
+            token = token_of(np.asarray(shard.data)[part or ...], whole=True)
+            tokens.setdefault(_index_text(shard.index, array.shape), set()).add(token)
+        for index, copies in tokens.items():
+            several = _SEVERAL if len(copies) > 1 else ""
             group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
-            groups.setdefault(group, {})[path + index] = several + " and ".join(tokens)
+            groups.setdefault(group, {})[path + index] = several + " and ".join(sorted(copies))
     return groups
 
 
@@ -113,19 +108,13 @@ def compare(round: Round, about: str, groups: Groups) -> None:
         paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
         return [Change("value", path, usual[path], other[path]) for path in paths]
 
-    differing = round.compare(
-        "values", {digest_of({"": str(ranks)}): digest_of(groups[ranks]) for ranks in groups}
-    )
-    sides = [[ranks for _, ranks in each] for each in differing.values()]
     tokens = {path: token for each in groups.values() for path, token in each.items()}
-    found = round.explain("differing values", sides, lambda: tokens, compared)
-    if found:
-        raise disagreement(
-            f"replicated values differ between the ranks, {about}:",
-            found,
-            "make them from the same seed, checkpoint and settings on all processes; pass values "
-            "that differ between processes in a batch",
-        )
+    digests = {digest_of({"": str(ranks)}): digest_of(groups[ranks]) for ranks in groups}
+    differing = round.compare("values", digests).values()
+    what = f"replicated values differ between the ranks, {about}:"
+    hint = "make them from the same seed, checkpoint and settings on all processes; pass values "
+    hint += "that differ between processes in a batch"
+    round.raise_differing(what, differing, tokens, compared, hint)
 
 
 def check_replicas(parts: Iterable[Part], peers: Peers | None, about: str) -> None:

@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import jax
-
-from stepcache.errors import AgreementError, RankLostError
+from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Unreachable
@@ -33,7 +31,7 @@ from stepcache.units import readable_ranks, shortened
 MAX_SIDES = 8
 """How many entries that differ, and values of each, a comparison returns at most."""
 CHUNK_BYTES = 1 << 20
-"""The coordination service bounds the size of a message."""
+"""Of what is sent: the service has a copy of the chunk for each process that waits for it."""
 _MAX_LINES = 12  # Of an error.
 _LOG_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # Between looks for losses, while waiting.
@@ -48,9 +46,7 @@ SAME_CALLS = (
 _log = logging.getLogger("stepcache")
 T = TypeVar("T")
 Sides = list[tuple[Any, tuple[int, ...]]]
-"""The values of an entry that differs, and the ranks that have each: most ranks first."""
-Difference = tuple[Change, Sequence[int], Sequence[int]]
-"""What differs, the ranks that have what is `before`, and those that have what is `after`."""
+"""The values of an entry, and the ranks that have each: most ranks first."""
 
 
 class Peers:
@@ -59,10 +55,10 @@ class Peers:
     def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
         self.rank, self.ranks = watch.rank, ranks  # This process, and all in order.
         self.watch, self.agree_seconds = watch, agree_seconds
-        self._name = f"stepcache/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
+        self.name = f"stepcache/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
         # All sessions over the same processes count their rounds together.
         new = threading.Lock(), itertools.count(1)
-        self._lock, self._numbers = watch.rounds.setdefault(self._name, new)
+        self._lock, self._numbers = watch.rounds.setdefault(self.name, new)
 
     @contextlib.contextmanager
     def round(self, label: str, reason: str = "", *, patient: bool = False) -> Iterator[Round]:
@@ -78,7 +74,8 @@ class Peers:
         """
         with self._lock:
             number = next(self._numbers)
-            current = Round(self, f"{self._name}/{number}", label, reason, patient)
+            seconds = float("inf") if patient else self.agree_seconds
+            current = Round(self, f"{self.name}/{number}", label, reason, seconds)
             try:
                 with self.watch.agreeing():
                     yield current
@@ -87,20 +84,14 @@ class Peers:
                 self.watch.raise_if_lost()
             finally:
                 if current.all_came and self.rank == self.ranks[0]:  # All left the one before.
-                    self.watch.service.delete(f"{self._name}/{number - 1}/")
+                    self.watch.service.delete(f"{self.name}/{number - 1}/")
 
     def gather(
         self, label: str, payload: bytes, reason: str = "", *, patient: bool = True
     ) -> dict[int, bytes]:
-        """Waits for all processes; returns the payload of each, by rank.
+        """Waits for all processes, in a `round`; returns the payload of each, by rank.
 
-        Args:
-            label, reason, patient: as for `round`.
-            payload: what this process contributes. Of very many that differ, the most are returned.
-
-        Raises:
-            RankLostError: a process was lost.
-            AgreementError: one did not take part in time.
+        Of very many that differ, those that most ranks have are returned.
         """
         with self.round(label, reason, patient=patient) as current:
             sides = current.compare("gathered", {"payload": payload})
@@ -120,55 +111,29 @@ class Peers:
             self.watch.raise_if_lost_by(error)
             raise
 
-    def enter(self, hang_seconds: float) -> None:
-        """Notes that this thread enters a session over these processes."""
-        self.watch.enter(self._name, self.ranks, hang_seconds)
-
-    def leave(self, error: BaseException | None) -> None:
-        """Says that this thread leaves the session, with an error or without."""
-        self.watch.leave(self._name, error)
-
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peers | None:
     """Returns the `Peers` of these processes; None for a single one, or without `jax.distributed`.
 
-    Args:
-        ranks: the processes, in order.
-        agree_seconds: how long an agreement round waits for one that does not take part.
-
-    Raises:
-        RankLostError: the coordination service, which runs in rank 0, does not answer.
+    An agreement round waits `agree_seconds` for a process that does not take part.
     """
     if len(ranks) < 2 or (service := coordination.service()) is None:
         return None
-    try:
-        watch = Watch.of_this_process(service)
-    except Unreachable as error:
-        what = f"rank 0 of the pod is lost: its coordination service does not answer ({error})"
-        raise RankLostError(what, [0], where=f"rank {jax.process_index()}") from error
-    return Peers(tuple(ranks), watch, agree_seconds)
+    return Peers(tuple(ranks), Watch.of_this_process(service), agree_seconds)
 
 
 class Round:
     """One agreement round. `Peers.round` makes it.
 
-    Args:
-        peers: the processes.
-        place: the prefix of its names in the coordination service; the same on all processes.
-        label, reason, patient: as for `Peers.round`.
-
-    Attributes:
-        rank, ranks: this process, and all of them in order.
-        all_came: whether all processes are known to take part.
+    Names in the service begin with `place`. Processes that have announced that they come, or have
+    come, are waited for while they live; others are late after `late_seconds`.
     """
 
-    def __init__(self, peers: Peers, place: str, label: str, reason: str, patient: bool):
-        self.rank, self.ranks, self.all_came = peers.rank, peers.ranks, False
-        self._place, self._label, self._reason = place, label, reason
-        self._watch, self._service = peers.watch, peers.watch.service
-        # Processes that have announced that they come, or have come, are waited for while they
-        # live.
-        self._late_seconds = float("inf") if patient else peers.agree_seconds
+    def __init__(self, peers: Peers, place: str, label: str, reason: str, late_seconds: float):
+        self.rank, self.ranks = peers.rank, peers.ranks  # This process, and all in order.
+        self.all_came = False  # Whether all processes are known to take part.
+        self._watch, self._service, self._place = peers.watch, peers.watch.service, place
+        self._label, self._reason, self._late_seconds = label, reason, late_seconds
 
     def announce(self) -> None:
         """Says that this process takes part, but may need long until it compares anything."""
@@ -207,31 +172,43 @@ class Round:
             for name, sides in result["sides"].items()
         }
 
-    def explain(
+    def raise_differing(
         self,
-        topic: str,
-        differing: Iterable[Sequence[Sequence[int]]],
-        own: Callable[[], T],
-        compared: Callable[[T, T], Iterable[Change]],
-    ) -> list[Difference]:
-        """Returns what differs between ranks, as the first ones of each side explain it to all.
+        what: str,
+        differing: Iterable[Sides],
+        own: Any,
+        compared: Callable[[Any, Any], Iterable[Change]],
+        hint: str,
+    ) -> None:
+        """Raises an error with a line for each difference, if there are any.
 
         Args:
-            topic: as for `compare`.
-            differing: for each entry that differs, the ranks of its sides.
-            own: returns what this process explains, as plain data; only called if it is to.
-            compared: returns the differences between what two processes explain.
+            what: the first line.
+            differing: the entries that differ. The first rank of each side explains them to all.
+            own: what this process would explain, as plain data.
+            compared: returns the differences between what two ranks explain.
+            hint: what to try.
+
+        Raises:
+            AgreementError: there are differences.
         """
-        pairs = [(sides[0], other) for sides in differing for other in sides[1:]]
+        pairs = [(sides[0][1], other) for sides in differing for _, other in sides[1:]]
         speakers = sorted({ranks[0] for pair in pairs for ranks in pair})
         if self.rank in speakers:
-            self.send(topic, _packed(own()), len(self.ranks))
-        said = {rank: _unpacked(self.receive(topic, rank)) for rank in speakers}
-        return [
-            (change, usual, other)
-            for usual, other in pairs
-            for change in compared(said[usual[0]], said[other[0]])
-        ]
+            self.send("explained", _packed(own), len(self.ranks))
+        said = {rank: _unpacked(self.receive("explained", rank)) for rank in speakers}
+        lines, changes, sides = [what], [], []
+        for usual, other in pairs:
+            for change in compared(said[usual[0]], said[other[0]]):
+                noted = f" ({change.note})" if change.note else ""
+                after = f"{readable_ranks(other)} {change.after}"
+                before = f"{readable_ranks(usual)} {change.before}"
+                lines.append(f"{change.path}{noted}: {after}; {before}")
+                changes.append(change)
+                sides += [usual, other]
+        if changes:
+            text = "\n  ".join(shortened(lines, 1 + _MAX_LINES))
+            raise AgreementError(text, changes, dict.fromkeys(sides), hint=hint)
 
     def send(self, topic: str, data: bytes, receivers: int) -> None:
         """Sends data to as many processes, which call `receive`, in chunks."""
@@ -242,11 +219,7 @@ class Round:
         self._service.put(f"{place}/sent", plain.pack([len(chunks), receivers]))
 
     def receive(self, topic: str, sender: int) -> bytes:
-        """Waits for the data that a process sends.
-
-        Raises:
-            RankLostError: a process was lost.
-        """
+        """Waits for the data that a process sends. Raises `RankLostError` if one was lost."""
         place = f"{self._place}/{topic}/{sender}"
         count, receivers = plain.unpack(self._wait(f"{place}/sent"))
         data = b"".join([self._wait(f"{place}/{number}") for number in range(count)])
@@ -254,14 +227,11 @@ class Round:
             self._service.delete(f"{place}/")  # The service keeps all values in memory.
         return data
 
-    def _wait(self, name: str, topic: str = "", looks: Sequence[float] = ()) -> bytes:
-        """Waits for the value of a name.
+    def _wait(self, name: str, topic: str = "", looks: Iterable[float] = ()) -> bytes:
+        """Waits for the value of a name in the service.
 
-        Args:
-            name: in the service.
-            topic: the comparison whose result it is.
-            looks: after how many seconds to look for processes that are missing in that. What is
-                missing at the last look ends the round; before, it is logged.
+        After each of the seconds in `looks`, it looks who is missing in the comparison of `topic`:
+        those are logged, or, when they are late, end the round.
         """
         answer: Future[bytes] = Future()
 
@@ -288,33 +258,10 @@ class Round:
             missing = sorted({*self.ranks} - came)
             why = f"; rank {self.rank} {self._reason}" if self._reason else ""
             if missing and is_late:  # The first one that writes a result is read by all.
-                result = {"late": missing, "why": why}
-                self._service.put(f"{self._place}/{topic}/result", _packed(result))
+                self._service.put(name, _packed({"late": missing, "why": why}))
             elif missing:
                 who, text = readable_ranks(missing), "waiting for %s to agree on %s%s"
                 _log.warning(text, who, self._label, why)
-
-
-def disagreement(
-    what: str, differences: Sequence[Difference], hint: str, sides: Sequence[tuple[int, ...]] = ()
-) -> AgreementError:
-    """Returns the error of processes that differ: a line for each difference, with the ranks.
-
-    Args:
-        what: the first line.
-        differences: as `Round.explain` returns them.
-        hint: what to try.
-        sides: the ranks on each side; by default, those of the differences.
-    """
-    lines, ranks_of = [what], []
-    for change, usual, other in differences:
-        noted = f" ({change.note})" if change.note else ""
-        after, before = f"{readable_ranks(other)} {change.after}", readable_ranks(usual)
-        lines.append(f"{change.path}{noted}: {after}; {before} {change.before}")
-        ranks_of += [tuple(usual), tuple(other)]
-    text = "\n  ".join(shortened(lines, 1 + _MAX_LINES))
-    changes = [change for change, *_ in differences]
-    return AgreementError(text, changes, sides or tuple(dict.fromkeys(ranks_of)), hint=hint)
 
 
 def _sides(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, list[tuple[Any, list[int]]]]:

@@ -6,14 +6,6 @@ waits for the next event in a blocking call. If none comes for twenty seconds, t
 appends a tick, so that all threads wake, and each looks whether its main thread moves. Twenty
 seconds become two when a rank has gone while others may wait for it.
 
-| event | appended by | what the threads do |
-| --- | --- | --- |
-| tick | the lowest rank, if nothing happens | look whether their main threads move |
-| out | the first rank that ends, or leaves a session | look every two seconds who is gone |
-| suspect | a rank whose collective has failed | look which processes of their machine have ended |
-| lost | who knows of a lost rank, or is one | record the loss, which the main threads raise |
-| hang | a rank without progress | log where their threads are |
-
 A killed rank says nothing. Its neighbours' collectives fail, and processes of the same machine see
 that it has ended; elsewhere JAX's heartbeats end the pod. If the main thread still waits for a
 device a few seconds after a loss, it cannot raise: then the thread prints the error and ends the
@@ -27,13 +19,12 @@ import contextlib
 import logging
 import os
 import re
-import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -43,7 +34,7 @@ from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.link import plain
 from stepcache.pods.global_arrays import pending_ranks
-from stepcache.pods.hang import Movement, latest_call, stacks, table
+from stepcache.pods.hang import Movement, latest_call, stacks
 from stepcache.units import readable_ranks
 
 TICK_SECONDS = 20.0
@@ -62,21 +53,9 @@ _OF_TRANSPORT = re.compile(
     r"coordination ?service|UNAVAILABLE",
     re.IGNORECASE,
 )
-_EVENTS, _PROCESSES, _OUT, _WHERE, _GONE = (
-    f"stepcache/{name}" for name in ("events", "processes", "out", "where", "gone")
-)
-_SCRIPT, _LAST_NUMBER = "script", 1 << 60  # Who ends its script leaves all sessions to come.
+_EVENTS, _RANKS, _FIRST = (f"stepcache/{name}" for name in ("events", "ranks", "first"))
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
-
-
-class Entered(NamedTuple):
-    """A session that a thread has entered."""
-
-    mesh: str  # Names the processes of its mesh.
-    ranks: Sequence[int]  # These processes.
-    number: int  # Of all sessions of this mesh, as all processes count them.
-    hang_seconds: float  # How long the thread may stand still; may be infinite.
 
 
 class Watch:
@@ -90,21 +69,18 @@ class Watch:
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
         self._error: RankLostError | None = None
-        self._raised = self._closed = self._has_failed = self._reported_hang = False
         self._lost_at, self._noting = 0.0, threading.Lock()
+        self._raised = self._closed = self._has_failed = self._reported_hang = False
         self._failure = self._ended = ""  # How this process is about to end.
         self._movement = Movement(threading.main_thread().ident or 0)
-        self._entered: list[Entered] = []
-        self._numbers: dict[str, int] = {}
-        self._unsaid: dict[str, tuple[int, str]] = {}  # Number and end of sessions that were left.
+        # Sessions entered: name and ranks of their mesh, and `hang_after`.
+        self._entered: list[tuple[str, Sequence[int], float]] = []
+        self._numbers: dict[str, int] = {}  # Of the latest session that was entered, by mesh.
+        self._unsaid: dict[str, str] = {}  # How sessions were left, by mesh.
         self._agreeing_since, self._alert_until = float("inf"), 0.0
         self._neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
-        self._machine = _machine() or f"of rank {self.rank}"
-        pid = str(self._pid).encode()
-        service.put(f"{_PROCESSES}/{self._machine}/{self.rank}", pid, replace=True)
-        known = {int(name): event for name, event in service.listed(f"{_EVENTS}/").items()}
-        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
-        self._next = min(lost, default=max(known, default=-1) + 1)
+        self._machine, self._next = _machine() or f"of rank {self.rank}", 0
+        self._said: dict[str, Any] = {"pid": self._pid, "left": {}}  # By this process of itself.
         coordination.replace_shutdown(self._shut_down)
         _process_hooks.before_threads_end(self._say_failure)
         _process_hooks.at_exit(self._say_end)
@@ -125,22 +101,20 @@ class Watch:
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float) -> None:
         """Notes that this thread enters a session, and watches its movement from now on."""
         self._movement = Movement(threading.get_ident())
-        self._numbers[mesh] = number = self._numbers.get(mesh, 0) + 1
+        self._numbers[mesh] = self._numbers.get(mesh, 0) + 1
         self._unsaid.pop(mesh, None)
-        self._entered = [*self._entered, Entered(mesh, ranks, number, hang_seconds)]
+        self._entered = [*self._entered, (mesh, ranks, hang_seconds)]
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """Says that the thread leaves its session, with an error or without."""
-        of_mesh = [each for each in self._entered if each.mesh == mesh]
-        self._entered = [each for each in self._entered if each not in of_mesh[-1:]]
+        at = [number for number, entered in enumerate(self._entered) if entered[0] == mesh]
+        self._entered = [each for number, each in enumerate(self._entered) if number not in at[-1:]]
         if isinstance(error, SystemExit) and error.code:
             self._failure = f"ended by SystemExit: {error.code}"
-        if len(of_mesh) == 1 and not self.lost.is_set():
+        if len(at) == 1 and not self.lost.is_set():
             how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-            left = self._numbers[mesh], _after(f"left its session{how}")
-            self._unsaid = {**self._unsaid, mesh: left}
-            with contextlib.suppress(Unreachable):
-                self._say_left()
+            self._unsaid = {**self._unsaid, mesh: _after(f"left its session{how}")}
+            self._say_left()
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -152,39 +126,30 @@ class Watch:
             self._agreeing_since = float("inf")
 
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
-        """Raises the error of the loss, if a process is known to be lost.
-
-        Raises:
-            RankLostError: it is.
-        """
+        """Raises `RankLostError` if a process is known to be lost."""
         if self._error is not None:
             self._raised = True
             raise self._error from cause
 
     def raise_if_lost_by(self, error: BaseException) -> None:
-        """Raises if a lost process is the cause of an error.
-
-        Raises:
-            RankLostError: it is.
-        """
+        """Raises `RankLostError` if a lost process is the cause of an error."""
         if isinstance(error, RankLostError | AgreementError) or self._closed:
             return
         if not self.lost.is_set():
             of_jax = isinstance(error, RuntimeError | ValueError)  # Sockets raise others.
             if not (of_jax and _OF_TRANSPORT.search(str(error))):
                 return
-            with contextlib.suppress(Unreachable):
-                self._append("suspect")
-                if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
-                    self._say_lost([], f"a collective failed: {first_line(error)}")
+            self._append("suspect")
+            if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
+                self._say_lost([], f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> None:
         """Says which ranks of this machine are lost, as their processes have ended."""
         if self._neighbours is None:
-            listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
-            self._neighbours = {int(rank): int(pid) for rank, pid in listed.items()}
+            said = self._said_by_ranks(self._machine)
+            self._neighbours = {rank: said[rank]["pid"] for rank in said}
         ended = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
             self._say_lost(sorted(ended), "its process has ended")
@@ -210,30 +175,49 @@ class Watch:
     def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
         """Appends an event; after those of other ranks that come meanwhile, or then not."""
         event, number = plain.pack({"kind": kind, "by": self.rank, **more}), self._next
-        while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
-            number += 1
+        with contextlib.suppress(Unreachable):  # Which the watching thread notices.
+            while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
+                number += 1
 
     def _say_lost(self, ranks: Sequence[int], why: str) -> None:
         self._append("lost", ranks=ranks, why=why)
 
-    def _say_out(self, place: str, number: int, how: str) -> None:
-        """Says that this process has left a session of a mesh, or has ended its script."""
-        self.service.put(f"{_OUT}/{place}/{self.rank}", plain.pack([number, how]), replace=True)
-        if self.service.put(f"{_OUT}/first/{place} {number}", b"1"):
-            self._append("out")
+    def _say(self, **more: Any) -> None:
+        """Says something of this process, beside what it has said before."""
+        self._said = {**self._said, **more}
+        place = f"{_RANKS}/{self._machine}/{self.rank}"
+        with contextlib.suppress(Unreachable):
+            self.service.put(place, plain.pack(self._said), replace=True)
+
+    def _said_by_ranks(self, machine: str = "") -> dict[int, dict[str, Any]]:
+        """Returns what ranks have said of themselves: those of a machine, or all."""
+        listed = self.service.listed(f"{_RANKS}/{machine}")
+        return {int(name.rpartition("/")[2]): plain.unpack(said) for name, said in listed.items()}
+
+    def _alert(self, what: str) -> None:
+        """Has all ranks look often for a while: what this one waits for may never come."""
+        with contextlib.suppress(Unreachable):
+            if self.service.put(f"{_FIRST}/{what}", b"1"):
+                self._append("out")
 
     def _say_left(self) -> None:
         """Says which sessions were left, once no device computes for others: they wait for that."""
         if self._unsaid and not pending_ranks() - {self.rank}:
             unsaid, self._unsaid = self._unsaid, {}
-            for mesh, left in unsaid.items():
-                self._say_out(mesh, *left)
+            left = {mesh: (self._numbers[mesh], how) for mesh, how in unsaid.items()}
+            self._say(left=self._said["left"] | left)
+            for mesh, (number, _) in left.items():
+                self._alert(f"{mesh} {number}")
 
     # ---- the watching thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
+        has_joined = False
         while not (self._closed or self.lost.is_set()):
             try:
+                if not has_joined:
+                    self._join()
+                has_joined = True
                 is_alert = time.monotonic() < self._alert_until
                 pause = _SOON_SECONDS if is_alert else TICK_SECONDS
                 # The lowest rank is the first, and wakes the others.
@@ -260,6 +244,13 @@ class Watch:
             self._exit_if_stuck()
             time.sleep(0.5)
 
+    def _join(self) -> None:
+        """Says that this process is there, and looks where the events go on, or a loss is."""
+        self._say()
+        known = {int(name): event for name, event in self.service.listed(f"{_EVENTS}/").items()}
+        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
+        self._next = min(lost, default=max(known, default=-1) + 1)
+
     def _handle(self, number: int, event: dict[str, Any]) -> None:
         match event["kind"]:
             case "out":
@@ -281,44 +272,43 @@ class Watch:
         self._say_left()
         if not self._entered:
             return
-        session = self._entered[-1]
+        mesh, ranks, hang_seconds = self._entered[-1]
         if still < 0.5 and not agreeing:
             self._reported_hang = False
         if (still > _STILL_SECONDS and self._movement.waits_for_device) or agreeing > 1:
             self.look_for_ended()
             if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
                 out: dict[int, str] = {}
-                for place in (session.mesh, _SCRIPT):
-                    for rank, said in self.service.listed(f"{_OUT}/{place}/").items():
-                        number, how = plain.unpack(said)
-                        if int(rank) in session.ranks and number >= session.number:
-                            out[int(rank)] = how
+                for rank, said in self._said_by_ranks().items():
+                    number, how = said["left"].get(mesh, (0, ""))
+                    if rank in ranks and (said.get("ended") or number >= self._numbers[mesh]):
+                        out[rank] = said.get("ended") or how
                 computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
                 waited_for = [r for r in out if agreeing or r in computing or not computing]
                 if waited_for:
                     why = "; ".join(dict.fromkeys(out[rank] for rank in sorted(waited_for)))
                     waits = f"while rank {self.rank} waits at {self._movement.where}"
                     return self._say_lost(sorted(waited_for), f"{why}, {waits}")
-        if max(still, agreeing) > session.hang_seconds and not self._reported_hang:
-            text = f"no progress for {session.hang_seconds:g} s in rank {self.rank}"
+        if max(still, agreeing) > hang_seconds and not self._reported_hang:
+            text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
             self._append("hang", or_not=True, text=text)
 
     def _report_hang(self, number: int, text: str) -> None:
         """Logs the stacks of this process; rank 0 also where all are."""
-        self._reported_hang, place = True, f"{_WHERE}/{number}"
-        still = self._movement.look()
-        where = ", ".join(filter(None, (latest_call(), self._movement.where)))
-        self.service.put(f"{place}/{self.rank}", plain.pack([where, still]))
+        self._reported_hang = True
+        self._movement.look()
+        self._say(at=[number, ", ".join(filter(None, (latest_call(), self._movement.where)))])
         _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
-        processes, deadline = self._processes(), time.monotonic() + _ANSWER_SECONDS
-        if self.rank == min(processes):
-            while len(answers := self.service.listed(f"{place}/")) < len(processes):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.2)
-            rows = {int(rank): plain.unpack(answers[rank]) for rank in answers}
-            silent = processes - rows.keys()
-            _log.warning("%s. The ranks are here:\n  %s", text, table(rows, silent))
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while self.rank == 0:
+            places: dict[str, list[int]] = {}
+            for rank, said in sorted(self._said_by_ranks().items()):
+                of_hang, place = said.get("at", (-1, ""))
+                places.setdefault(place if of_hang == number else "no answer", []).append(rank)
+            if "no answer" not in places or time.monotonic() > deadline:
+                rows = [f"{readable_ranks(places[place])}: {place}" for place in places]
+                return _log.warning("%s. The ranks are here:\n  %s", text, "\n  ".join(rows))
+            time.sleep(0.2)
 
     def _exit_if_stuck(self) -> None:
         """Ends the process if its main thread cannot raise the loss: it is in a call that only the
@@ -348,9 +338,8 @@ class Watch:
         if error is not None and not self._failure:
             self._failure = f"ended by {first_line(error)}"
         if self._failure and not (self._closed or self.lost.is_set()):
-            with contextlib.suppress(Unreachable):
-                self._say_lost([self.rank], _after(self._failure))
-                self.lost.wait(_ANSWER_SECONDS)
+            self._say_lost([self.rank], _after(self._failure))
+            self.lost.wait(_ANSWER_SECONDS)
 
     def _say_end(self, how: str = "ended its script") -> None:
         """Says that this process ends, once its devices compute nothing for others."""
@@ -359,9 +348,9 @@ class Watch:
         while pending_ranks() - {self.rank} and not self.lost.is_set():
             time.sleep(0.05)
         self._ended = how  # From now on JAX has no backend to ask for arrays.
-        with contextlib.suppress(Unreachable):
-            if not self.lost.is_set():
-                self._say_out(_SCRIPT, _LAST_NUMBER, _after(how))
+        if not self.lost.is_set():
+            self._say(ended=_after(how))
+            self._alert("ended")
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
@@ -371,8 +360,6 @@ class Watch:
         """
         if os.getpid() != self._pid:
             return shut_down()
-        if not threading.main_thread().is_alive():
-            self._say_failure()
         self._say_end("called jax.distributed.shutdown()")
         if self.lost.is_set() or self._failure:
             self._leave_pod()
@@ -385,19 +372,15 @@ class Watch:
     def _leave_pod(self) -> None:
         """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
         lost = set(self._error.ranks) if self._error is not None else set()
+        deadline = time.monotonic() + _LAST_SECONDS
+        self._say(gone=True)
         with contextlib.suppress(Unreachable):
-            self.service.put(f"{_GONE}/{self.rank}", b"1")
-            deadline = time.monotonic() + _LAST_SECONDS
-            others = self._processes() - lost - {0} if self.rank == 0 else set()
-            while others - {int(rank) for rank in self.service.listed(f"{_GONE}/")}:
-                if time.monotonic() > deadline:
-                    return
+            while self.rank == 0 and time.monotonic() < deadline:
+                said = self._said_by_ranks()
+                if all(said[rank].get("gone") for rank in said.keys() - lost):
+                    # JAX aborts a process that still runs when its service ends.
+                    return time.sleep(1.0)
                 time.sleep(0.1)
-            # JAX aborts a process that still runs when its service ends.
-            time.sleep(1.0 if others else 0.0)
-
-    def _processes(self) -> set[int]:
-        return {int(name.split("/")[1]) for name in self.service.listed(f"{_PROCESSES}/")}
 
 
 def _after(how: str) -> str:
@@ -418,16 +401,8 @@ def _machine() -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether a process of this machine has certainly ended."""
+    """Returns whether a process of this machine has ended, though its parent may not know yet."""
     try:
-        file = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except (OSError, AttributeError):
-        return False
-    try:
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(file)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()

@@ -20,10 +20,11 @@ import numpy as np
 from stepcache import jaxcompat
 from stepcache.calls.step_spec import Request
 from stepcache.errors import AgreementError, first_line
+from stepcache.events import Change
 from stepcache.origin import file_label, is_users_file
 from stepcache.pods.global_arrays import spans_processes
 from stepcache.pods.replicas import compare, digest_of, is_local, token_of
-from stepcache.pods.rounds import Peers, Round, Sides, disagreement
+from stepcache.pods.rounds import Peers, Round, Sides
 from stepcache.programs.earlier_runs import Described, differences
 from stepcache.programs.module_difference import difference
 from stepcache.programs.store import Publication
@@ -84,12 +85,12 @@ def compare_call_values(name: str, request: Request, peers: Peers) -> None:
         compare(round, f"before {name}", values)
 
 
-def givers(digest: str, sides: Sides) -> tuple[int, tuple[int, ...], bool]:
-    """Returns who gives an executable to whom, on the hosts that need the same one.
+def givers(digest: str, sides: Sides) -> tuple[int, list[int], bool]:
+    """Returns who gives an executable to whom, among the ranks that need the same one.
 
     Args:
-        digest: of the program of these hosts.
-        sides: what ranks have reported of their programs: the digest, and whether they hold it.
+        digest: of the program of these ranks.
+        sides: what all ranks have reported: the digest, and where they hold it.
 
     Returns:
         The lowest rank that has it on disk, or else the lowest that needs it; those that take it
@@ -97,99 +98,80 @@ def givers(digest: str, sides: Sides) -> tuple[int, tuple[int, ...], bool]:
     """
     alike = {value.removeprefix(f"{digest} "): ranks for value, ranks in sides if digest in value}
     having, needing = alike.get("disk", ()), alike.get("", ())
-    leader = (having or needing)[0] if needing else -1
-    return leader, tuple(rank for rank in needing if rank != leader), not having
+    giver = (having or needing)[0] if needing else -1
+    return giver, [rank for rank in needing if rank != giver], not having
 
 
 class Together:
-    """The part of this process while all build one program. `building` makes it.
-
-    Attributes:
-        has_agreed: whether this process has compared what it has with the others.
-        knows_values: whether the processes have compared the host values of the call.
-    """
+    """The part of this process while all build one program. `building` makes it."""
 
     def __init__(self, round: Round, request: Request, described: Described, cache: Any):
         self._round, self._request, self._described = round, request, described
-        self._cache, self._store, self._staged = cache, cache.store(), None
-        self._leader, self._receivers, self._compiles = -1, (), False
-        self._shares_directory = self.has_agreed = self.knows_values = False
+        self._cache, self._store, self._module = cache, cache.store(), lambda: ""
+        self._giver, self._takers, self._compiles, self._shares_directory = -1, [], False, False
+        self.has_agreed = False  # Whether this process has compared what it has with the others.
+        self.knows_values = False  # Whether all have compared the host values of the call.
 
-    def agree(self, staged: jaxcompat.Staged, program: str) -> None:
+    def agree(self, staged: jaxcompat.Staged | None, program: str, error: str = "") -> None:
         """Compares the calls, and what all have lowered.
 
         Args:
-            staged: the step, lowered.
+            staged: the step, lowered; None where that has failed.
             program: digest of what XLA is given; empty where this process has compiled it already.
+            error: why it has failed.
 
         Raises:
-            AgreementError: they differ.
+            AgreementError: they differ; not where this process has an error of its own.
         """
-        store, holds, directory = self._store, "", ""
-        if not program or self._cache.holds_module(program):
-            holds = "memory"
-        elif store is not None and store.disk.holds("program", program):
-            holds = "disk"
+        self.has_agreed, store, round = True, self._store, self._round
+        facts = {"step": self._described.label, **_call_facts(self._described, self._request)}
+        values, module, holds, directory = None, "", "memory", ""
+        if staged is not None:
+            values, self._module = _replicated_host_values(self._request), staged.module_text()
+            module = _digest(jaxcompat.module_outline(staged.lowered))
+        if program and not self._cache.holds_module(program):
+            holds = "disk" if store is not None and store.disk.holds("program", program) else ""
         if store is not None:
             with contextlib.suppress(OSError):  # There is no key yet.
                 directory = store.disk.vouch(b"the name of this directory").hex()[:8]
-        self._staged, program = staged, f"{program} {holds}"
-        module = _digest(jaxcompat.module_outline(staged.lowered))
-        differing = self._compare({"module": module, "program": program, "directory": directory})
-        sides = differing.get("program", [(program, self._round.ranks)])
-        self._leader, self._receivers, self._compiles = givers(program.split(" ")[0], sides)
+        entries = {
+            "call": _digest("\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))),
+            "error": error,
+            "module": module,
+            "values": digest_of(values) if values is not None else "",
+            "program": f"{program} {holds}",
+            "directory": directory,
+        }
+        differing = round.compare("report", entries)
+        if error:
+            return
+        self._raise_differing(differing, facts)
+        sides = {name: differing.get(name, [(entries[name], round.ranks)]) for name in entries}
+        self.knows_values = "" not in [digest for digest, _ in sides["values"]]
+        if values is not None and self.knows_values and "values" in differing:
+            compare(round, f"before {self._described.label}", {tuple(round.ranks): values})
+        self._giver, self._takers, self._compiles = givers(program, sides["program"])
         self._shares_directory = bool(directory) and "directory" not in differing
 
-    def _compare(self, lowered: dict[str, str], error: str = "") -> dict[str, Sides]:
-        """Compares the calls, and what was lowered or why that failed; returns what may differ."""
-        self.has_agreed, label, hint = True, self._described.label, ""
-        facts = _call_facts(self._described, self._request)
-        values = _replicated_host_values(self._request) if not error else None
-        differing = self._round.compare(
-            "report",
-            {
-                "label": label,
-                "call": _digest("\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))),
-                "error": error,
-                "values": digest_of(values) if values is not None else "",
-                **lowered,
-            },
-        )
-        if error:  # It is raised here.
-            return {}
-        named = {
-            name: "; ".join(f"{readable_ranks(ranks)}: {value}" for value, ranks in sides if value)
-            for name, sides in differing.items()
-        }
-        if "label" in differing:
-            what, found = f"the ranks call different steps: {named['label']}", []
-            hint = "call the same steps in the same order on all processes"
-            sides = differing["label"]
-        elif "call" in differing:
-            sides = differing["call"]
-            each = [[ranks for _, ranks in sides]]
-            found = self._round.explain("call", each, lambda: facts, differences)
+    def _raise_differing(self, differing: dict[str, Sides], facts: dict[str, str]) -> None:
+        label, round = self._described.label, self._round
+        if "call" in differing:
             what = f"the ranks call {label} differently:"
-            hint = "make the same call, with the same options and settings, on all processes"
-        elif "error" in differing:
-            what, found = f"not all ranks have the program of {label}: {named['error']}", []
-            sides = [side for side in differing["error"] if side[0]]
-        elif "module" in differing:
-            sides = differing["module"]
-            each = [[ranks for _, ranks in sides[:2]]]  # Their texts are large.
-            text = self._staged.module_text()
-            found = self._round.explain("module", each, text, _module_changes)
-            who = listed([readable_ranks(ranks) for _, ranks in sides])
+            hint = "make the same calls, with the same options and settings, in the same order on "
+            hint += "all processes"
+            round.raise_differing(what, [differing["call"]], facts, differences, hint)
+        if "error" in differing:
+            failed = [(error, ranks) for error, ranks in differing["error"] if error]
+            said = "; ".join(f"{readable_ranks(ranks)}: {error}" for error, ranks in failed)
+            what = f"not all ranks have the program of {label}: {said}"
+            raise AgreementError(what, sides=[ranks for _, ranks in failed])
+        if "module" in differing:
+            who = listed([readable_ranks(ranks) for _, ranks in differing["module"]])
             what = f"{who} lowered different programs of {label}:"
             hint = "run the same code on all processes; what a step computes must not depend on "
             hint += "its rank"
-        else:
-            digests = [value for value, _ in differing.get("values", [])]
-            self.knows_values = values is not None and "" not in digests
-            if self.knows_values and digests:
-                compare(self._round, f"before {label}", {tuple(self._round.ranks): values})
-            return differing
-        raise disagreement(what, found, hint, [ranks for _, ranks in sides])
+            two = differing["module"][:2]  # The texts are large.
+            round.raise_differing(what, [two], self._module(), _module_changes, hint)
 
     def take(
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
@@ -202,57 +184,54 @@ class Together:
         """
         if self._compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
-        if self._round.rank not in self._receivers:
+        if self._round.rank not in self._takers:
             return None, "", b""
-        said = self._round.receive("program", self._leader)
-        label, leader = self._described.label, f"rank {self._leader}"
+        said = self._round.receive("program", self._giver)
+        label, giver = self._described.label, f"rank {self._giver}"
         if said.startswith(_FAILED):
-            what = f"not all ranks have the program of {label}: {leader}: {said[1:].decode()}"
-            raise AgreementError(what, sides=((self._leader,),))
+            what = f"not all ranks have the program of {label}: {giver}: {said[1:].decode()}"
+            raise AgreementError(what, sides=((self._giver,),))
         try:
             if said != _STORED:
                 data = zlib.decompress(said[1:])
-                return compilation.load(data) if data else None, leader, data
+                return compilation.load(data) if data else None, giver, data
             entry = self._store.disk.read("program", compilation.digest)
-            return compilation.load(entry.payload) if entry is not None else None, leader, b""
+            return compilation.load(entry.payload) if entry is not None else None, giver, b""
         except Exception as error:
             text = "rank %d compiles %s for itself: it cannot load what %s sent (%s)"
-            _log.warning(text, self._round.rank, label, leader, error)
+            _log.warning(text, self._round.rank, label, giver, error)
             return None, "", b""
 
     def give(self, compilation: jaxcompat.Compilation, executable: Any, source: str) -> bytes:
         """Gives the others an executable that this process was to have; stores it at once if they
         look for it there. Returns it, serialized, if that was needed.
         """
-        store, label = self._store, self._described.label
-        if self._round.rank != self._leader or not self._receivers:
+        store, label, data, is_stored = self._store, self._described.label, b"", False
+        if self._round.rank != self._giver or not self._takers:
             return b""
-        data, is_stored = b"", source != "compiled"
-        if not is_stored:
+        if source == "compiled":
             try:
                 data = jaxcompat.serialize_executable(executable)
             except jaxcompat.NotStorable as error:
                 _log.info("each rank compiles %s for itself: %s", label, error)
-        elif not self._shares_directory:
+            if data and self._shares_directory:
+                about = compilation.digest, executable, self._module, {}
+                is_stored = not store.publish(Publication(*about, data=data), label)
+        elif not (is_stored := self._shares_directory):
             entry = store.disk.read("program", compilation.digest)
             data = entry.payload if entry is not None else b""
-        if data and self._shares_directory:
-            module = self._staged.module_text()
-            published = Publication(compilation.digest, executable, module, {}, data=data)
-            is_stored = not store.publish(published, label)
-        is_there = is_stored and self._shares_directory
-        self._send(_STORED if is_there else _SENT + zlib.compress(data, 1))
+        self._send(_STORED if is_stored else _SENT + zlib.compress(data, 1))
         return data if source == "compiled" else b""
 
     def _send(self, said: bytes) -> None:
-        receivers, self._receivers = len(self._receivers), ()
-        self._round.send("program", said, receivers)
+        takers, self._takers = len(self._takers), []
+        self._round.send("program", said, takers)
 
     def fail(self, error: Exception) -> None:
         """Tells the others, who wait for this process, that it has no program."""
         if not self.has_agreed:
-            self._compare({}, first_line(error))
-        elif self._round.rank == self._leader and self._receivers:
+            self.agree(None, "", first_line(error))
+        elif self._round.rank == self._giver and self._takers:
             self._send(_FAILED + first_line(error).encode())
 
 
@@ -270,8 +249,7 @@ def building(
     Args:
         peers: the processes.
         name: the step.
-        request: the call.
-        described: the call, in words.
+        request, described: the call, and the same in words.
         cache: the `ProgramCache`.
         reason: why the call needs a new program, in one line.
 
@@ -290,9 +268,9 @@ def building(
             raise
 
 
-def _module_changes(usual: str, other: str) -> tuple:
+def _module_changes(usual: str, other: str) -> tuple[Change, ...]:
     found = difference(usual, other, is_users_file, file_label)
-    return found.changes if found is not None else ()
+    return found.changes if found is not None else (Change("code", "module", "one", "another"),)
 
 
 def _digest(text: str) -> str:

@@ -62,7 +62,7 @@ KINDS = {
     ),
     "sharding": ("    TREE = {'n': np.zeros(2)}; SPEC = P('data')", ["state"]),
     "donation": ("    OPTIONS = {'keep_unused': True}", ["keep_unused"]),
-    "another step": ("    OTHER = True", ["train", "evaluate", "different steps"]),
+    "another step": ("    OTHER = True", ["step: rank 1", "evaluate;", "rank 0", "train"]),
 }
 
 

@@ -56,18 +56,18 @@ class Names:
 PAYLOADS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]), min_size=1)
 
 
-def peers_over(names, rank, ranks=(), seconds=9.0):
+def peers_over(names, rank, ranks):
     """Peers whose detection of losses sees none."""
     watch = object.__new__(Watch)
     watch.service, watch.rank, watch.rounds = Service(names), rank, {}
     watch.lost, watch._noting = threading.Event(), threading.Lock()
     watch._error, watch._failure = None, ""
     watch.look_for_ended = lambda: None
-    return Peers(tuple(ranks), watch, seconds)
+    return Peers(tuple(ranks), watch, 9.0)
 
 
 def round_over(names, rank, ranks, seconds=9.0):
-    return Round(peers_over(names, rank, ranks, seconds), "round", "train", "", False)
+    return Round(peers_over(names, rank, ranks), "round", "train", "", seconds)
 
 
 def at_once(ranks, take_part):
@@ -133,15 +133,15 @@ def test_what_differs_grows_with_the_ranks_by_their_numbers_alone():
 
 
 def test_the_first_rank_that_has_the_program_gives_it():
-    assert givers("p", [("p ", (0, 1, 4)), ("p disk", (2, 3))]) == (2, (0, 1, 4), False)
-    assert givers("p", [("p ", (0, 1, 2))]) == (0, (1, 2), True)
-    assert givers("p", [("p memory", (0, 1)), ("p ", (2, 3))]) == (2, (3,), True)
-    assert givers("p", [("p disk", (0, 1))])[:2] == (-1, ())
+    assert givers("p", [("p ", (0, 1, 4)), ("p disk", (2, 3))]) == (2, [0, 1, 4], False)
+    assert givers("p", [("p ", (0, 1, 2))]) == (0, [1, 2], True)
+    assert givers("p", [("p memory", (0, 1)), ("p ", (2, 3))]) == (2, [3], True)
+    assert givers("p", [("p disk", (0, 1))])[:2] == (-1, [])
 
 
 def test_one_rank_of_each_kind_of_host_gives_its_program():
     sides = [("p ", (0, 2)), ("q ", (1, 3, 4))]
-    assert givers("p", sides) == (0, (2,), True) and givers("q", sides) == (1, (3, 4), True)
+    assert givers("p", sides) == (0, [2], True) and givers("q", sides) == (1, [3, 4], True)
 
 
 def test_who_announces_itself_is_waited_for():
@@ -178,13 +178,19 @@ def test_what_some_explain_may_be_larger_than_a_message(monkeypatch):
         def changes(usual, other):
             return [Change("value", text, usual, other)]
 
-        sides = [[(1, 2), (0,)]]
-        return round_over(names, rank, range(3)).explain("text", sides, lambda: f"{rank}", changes)
+        sides = [[("", (1, 2)), ("", (0,))]]
+        with pytest.raises(AgreementError) as raised:
+            round_over(names, rank, range(3)).raise_differing(
+                "they differ:", sides, f"{text}{rank}", changes, "hint"
+            )
+        return raised.value
 
-    results, names = at_once(range(3), take_part)
-    assert results[0] == [(Change("value", text, "1", "0"), (1, 2), (0,))]
-    assert results[0] == results[1] == results[2]
-    assert not any("/text/" in name for name in names.values), "it is freed"
+    errors, names = at_once(range(3), take_part)
+    for error in errors.values():
+        assert error.changes == (Change("value", text, f"{text}1", f"{text}0"),)
+        assert error.sides == ((1, 2), (0,))
+        assert error.what == f"they differ:\n  {text}: rank 0 {text}0; ranks 1–2 {text}1"
+    assert not any("/explained/" in name for name in names.values), "it is freed"
 
 
 def test_a_loss_is_shown_without_the_call_that_failed_of_it():
