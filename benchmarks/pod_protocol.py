@@ -212,8 +212,9 @@ class Rank:
         self._keys += 1
         key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
         entries = {
-            "error": "",
+            "step": "train.py:train",
             "call": key,
+            "error": "",
             "values": "v" * 16,
             "module": key,
             "program": f"{key} {holds}",

@@ -18,35 +18,16 @@ def spans_processes(sharding: Sharding | None) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of this process's part of an array; empty if it has all of it."""
-    if sharding is None or sharding.is_fully_replicated:
-        return ()
-    try:
-        sizes = sharding.shard_shape(shape)
-    except ValueError:  # It is not divisible: JAX will say so.
-        return ()
-    part = tuple(map(lambda at, size: len(at) * size, _starts(sharding, shape), sizes))
-    return part if part != shape else ()
-
-
-def _starts(sharding: Sharding, shape: tuple[int, ...]) -> list[list[int]]:
-    """Returns where the shards of this process begin, in order, for each dimension."""
-    indices: Any = sharding.addressable_devices_indices_map(shape).values()
-    return [sorted({index[n].start or 0 for index in indices}) for n in range(len(shape))]
-
-
 def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
     """Does what `jax.device_put` does; in a pod, each process passes the whole value."""
     if isinstance(value, np.ndarray) and may_alias is not False and _is_numeric(value.dtype):
         with jaxcompat.explicit_transfer():  # In a tenth of the time that `jax.device_put` takes.
             return global_array(value, sharding)
-    if sharding is None or not spans_processes(sharding):
-        return jax.device_put(value, sharding, may_alias=may_alias)
-    if is_key(value):
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if is_global and is_key(value):  # Which `jax.device_put` does not take.
         data = placed(jax.random.key_data(value), sharding, may_alias=may_alias)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if is_global or not spans_processes(sharding):
         return jax.device_put(value, sharding, may_alias=may_alias)
     return global_array(value, sharding)
 
@@ -100,11 +81,11 @@ def _maker(
     indices: Any = sharding.addressable_devices_indices_map(shape).values()
     if sharding.is_fully_replicated:
         return lambda part: make([part] * len(indices))
-    rows = zip(_starts(sharding, shape), sharding.shard_shape(shape), strict=True)
     slices = []  # Of the part, by dimension and device.
-    for n, (starts, size) in enumerate(rows):
+    for n, size in enumerate(sharding.shard_shape(shape)):
         given = [index[n] for index in indices]
         if part_shape[n] != shape[n]:
+            starts = sorted({each.start or 0 for each in given})
             if len(starts) * size != part_shape[n]:  # Which JAX will say.
                 return lambda part: jax.make_array_from_process_local_data(sharding, part, shape)
             numbers = [starts.index(each.start or 0) for each in given]

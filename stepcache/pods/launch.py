@@ -51,7 +51,6 @@ def launch(
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes: list[subprocess.Popen[bytes]] = []
     copying: list[threading.Thread] = []
-    lock = threading.Lock()
 
     def send(number: int) -> None:
         for process in processes:
@@ -60,7 +59,7 @@ def launch(
 
     def copy(stream: IO[bytes], to: TextIO, rank: int) -> None:
         for line in stream:
-            with lock, contextlib.suppress(OSError, ValueError):  # As after `| head`.
+            with contextlib.suppress(OSError, ValueError):  # As after `| head`.
                 to.buffer.write(b"[%d] %s\n" % (rank, line.rstrip(b"\r\n")))
                 to.flush()
 

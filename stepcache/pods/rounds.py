@@ -72,17 +72,19 @@ class Peers:
         Raises:
             RankLostError: a process was lost.
         """
+        self.watch.raise_if_lost()
         with self._lock:
             number = next(self._numbers)
             seconds = float("inf") if patient else self.agree_seconds
             current = Round(self, f"{self.name}/{number}", label, reason, seconds)
+            self.watch.agreeing_since, self.watch.neighbours = time.monotonic(), None
             try:
-                with self.watch.agreeing():
-                    yield current
+                yield current
             except Unreachable as error:
-                self.watch.note_loss([0], f"its coordination service does not answer ({error})")
+                self.watch.note_unreachable(error)
                 self.watch.raise_if_lost()
             finally:
+                self.watch.agreeing_since = float("inf")
                 if current.all_came and self.rank == self.ranks[0]:  # All left the one before.
                     self.watch.service.delete(f"{self.name}/{number - 1}/")
 

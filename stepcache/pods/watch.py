@@ -69,7 +69,7 @@ class Watch:
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
         self._error: RankLostError | None = None
-        self._lost_at, self._noting = 0.0, threading.Lock()
+        self._lost_at, self._noting, self._saying = 0.0, threading.Lock(), threading.Lock()
         self._raised = self._closed = self._has_failed = self._reported_hang = False
         self._failure = self._ended = ""  # How this process is about to end.
         self._movement = Movement(threading.main_thread().ident or 0)
@@ -77,10 +77,15 @@ class Watch:
         self._entered: list[tuple[str, Sequence[int], float]] = []
         self._numbers: dict[str, int] = {}  # Of the latest session that was entered, by mesh.
         self._unsaid: dict[str, str] = {}  # How sessions were left, by mesh.
-        self._agreeing_since, self._alert_until = float("inf"), 0.0
-        self._neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
+        self.agreeing_since = float("inf")  # Of an agreement round, if one is going on.
+        self.neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
+        self._alert_until = 0.0
         self._machine, self._next = _machine() or f"of rank {self.rank}", 0
-        self._said: dict[str, Any] = {"pid": self._pid, "left": {}}  # By this process of itself.
+        self._said: dict[str, Any] = {}  # By this process of itself.
+        try:
+            self._join()
+        except Unreachable as error:
+            self.note_unreachable(error)
         coordination.replace_shutdown(self._shut_down)
         _process_hooks.before_threads_end(self._say_failure)
         _process_hooks.at_exit(self._say_end)
@@ -95,6 +100,13 @@ class Watch:
             if made is None or made._closed or made.service.client is not service.client:
                 made = cls._made = cls(service)
             return made
+
+    def _join(self) -> None:
+        """Says that this process is there, and looks where the events go on, or a loss is."""
+        self._say("pid", self._pid)
+        known = {int(name): event for name, event in self.service.listed(f"{_EVENTS}/").items()}
+        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
+        self._next = min(lost, default=max(known, default=-1) + 1)
 
     # ---- called by the user's threads ------------------------------------------------------------
 
@@ -116,15 +128,6 @@ class Watch:
             self._unsaid = {**self._unsaid, mesh: _after(f"left its session{how}")}
             self._say_left()
 
-    @contextlib.contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Context manager of an agreement round, during which other ranks may end."""
-        self._agreeing_since, self._neighbours = time.monotonic(), None
-        try:
-            yield
-        finally:
-            self._agreeing_since = float("inf")
-
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
         """Raises `RankLostError` if a process is known to be lost."""
         if self._error is not None:
@@ -141,18 +144,18 @@ class Watch:
                 return
             self._append("suspect")
             if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
-                self._say_lost([], f"a collective failed: {first_line(error)}")
+                self._append("lost", text=f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> None:
         """Says which ranks of this machine are lost, as their processes have ended."""
-        if self._neighbours is None:
+        if self.neighbours is None:
             said = self._said_by_ranks(self._machine)
-            self._neighbours = {rank: said[rank]["pid"] for rank in said}
-        ended = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+            self.neighbours = {rank: said[rank]["pid"] for rank in said}
+        ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
-            self._say_lost(sorted(ended), "its process has ended")
+            self._append("lost", ranks=sorted(ended), text="its process has ended")
 
     def note_loss(self, ranks: Sequence[int], why: str) -> None:
         """Records and logs a loss, unless one is recorded."""
@@ -170,23 +173,24 @@ class Watch:
             if not self._failure:
                 _log.error("%s", self._error.what)
 
+    def note_unreachable(self, error: Unreachable) -> None:
+        """Records the loss of rank 0, which runs the coordination service."""
+        self.note_loss([0], f"its coordination service does not answer ({first_line(error)})")
+
     # ---- what is said ----------------------------------------------------------------------------
 
     def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
-        """Appends an event; after those of other ranks that come meanwhile, or then not."""
+        """Appends an event, which all handle: after those that others append, or then not."""
         event, number = plain.pack({"kind": kind, "by": self.rank, **more}), self._next
         with contextlib.suppress(Unreachable):  # Which the watching thread notices.
             while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
                 number += 1
 
-    def _say_lost(self, ranks: Sequence[int], why: str) -> None:
-        self._append("lost", ranks=ranks, why=why)
-
-    def _say(self, **more: Any) -> None:
+    def _say(self, what: str, value: Any) -> None:
         """Says something of this process, beside what it has said before."""
-        self._said = {**self._said, **more}
-        place = f"{_RANKS}/{self._machine}/{self.rank}"
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(Unreachable), self._saying:
+            self._said[what] = value
+            place = f"{_RANKS}/{self._machine}/{self.rank}"
             self.service.put(place, plain.pack(self._said), replace=True)
 
     def _said_by_ranks(self, machine: str = "") -> dict[int, dict[str, Any]]:
@@ -204,20 +208,15 @@ class Watch:
         """Says which sessions were left, once no device computes for others: they wait for that."""
         if self._unsaid and not pending_ranks() - {self.rank}:
             unsaid, self._unsaid = self._unsaid, {}
-            left = {mesh: (self._numbers[mesh], how) for mesh, how in unsaid.items()}
-            self._say(left=self._said["left"] | left)
-            for mesh, (number, _) in left.items():
-                self._alert(f"{mesh} {number}")
+            for mesh, how in unsaid.items():
+                self._say(f"left {mesh}", [self._numbers[mesh], how])
+                self._alert(f"{mesh} {self._numbers[mesh]}")
 
     # ---- the watching thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
-        has_joined = False
         while not (self._closed or self.lost.is_set()):
             try:
-                if not has_joined:
-                    self._join()
-                has_joined = True
                 is_alert = time.monotonic() < self._alert_until
                 pause = _SOON_SECONDS if is_alert else TICK_SECONDS
                 # The lowest rank is the first, and wakes the others.
@@ -227,14 +226,13 @@ class Watch:
                     self.service.delete(f"{_EVENTS}/{self._next - _KEPT_EVENTS}")
                     continue
                 number, self._next = self._next, self._next + 1
-                self._handle(number, plain.unpack(event))
+                self._handle(number, **plain.unpack(event))
                 if not (self.lost.is_set() or self._ended):
                     self._look()
             except Unreachable as error:
                 if self._closed or self._ended or coordination.service() is None:
                     return
-                why = f"its coordination service does not answer ({first_line(error)})"
-                self.note_loss([0], why)
+                self.note_unreachable(error)
             except Exception:  # The thread must go on, as it alone detects losses.
                 if not self._has_failed:
                     _log.exception("the detection of lost processes failed once, and goes on")
@@ -244,31 +242,24 @@ class Watch:
             self._exit_if_stuck()
             time.sleep(0.5)
 
-    def _join(self) -> None:
-        """Says that this process is there, and looks where the events go on, or a loss is."""
-        self._say()
-        known = {int(name): event for name, event in self.service.listed(f"{_EVENTS}/").items()}
-        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
-        self._next = min(lost, default=max(known, default=-1) + 1)
-
-    def _handle(self, number: int, event: dict[str, Any]) -> None:
-        match event["kind"]:
+    def _handle(
+        self, number: int, kind: str, by: int, ranks: Sequence[int] = (), text: str = ""
+    ) -> None:
+        match kind:
             case "out":
                 self._alert_until = time.monotonic() + _ALERT_SECONDS
             case "suspect":
-                self._neighbours = None
+                self.neighbours = None
                 self.look_for_ended()
             case "hang":
-                self._report_hang(number, event["text"])
+                self._report_hang(number, text)
             case "lost":
-                noticed = f" (rank {event['by']} noticed)"
-                of_itself = event["by"] in event["ranks"]
-                self.note_loss(event["ranks"], event["why"] + ("" if of_itself else noticed))
+                self.note_loss(ranks, text if by in ranks else f"{text} (rank {by} noticed)")
 
     def _look(self) -> None:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
         still = self._movement.look()
-        agreeing = max(time.monotonic() - self._agreeing_since, 0.0)
+        agreeing = max(time.monotonic() - self.agreeing_since, 0.0)
         self._say_left()
         if not self._entered:
             return
@@ -280,15 +271,15 @@ class Watch:
             if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
                 out: dict[int, str] = {}
                 for rank, said in self._said_by_ranks().items():
-                    number, how = said["left"].get(mesh, (0, ""))
+                    number, how = said.get(f"left {mesh}", (0, ""))
                     if rank in ranks and (said.get("ended") or number >= self._numbers[mesh]):
                         out[rank] = said.get("ended") or how
                 computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
-                waited_for = [r for r in out if agreeing or r in computing or not computing]
-                if waited_for:
-                    why = "; ".join(dict.fromkeys(out[rank] for rank in sorted(waited_for)))
-                    waits = f"while rank {self.rank} waits at {self._movement.where}"
-                    return self._say_lost(sorted(waited_for), f"{why}, {waits}")
+                gone = sorted(r for r in out if agreeing or r in computing or not computing)
+                if gone:
+                    why = "; ".join(dict.fromkeys(out[rank] for rank in gone))
+                    text = f"{why}, while rank {self.rank} waits at {self._movement.where}"
+                    return self._append("lost", ranks=gone, text=text)
         if max(still, agreeing) > hang_seconds and not self._reported_hang:
             text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
             self._append("hang", or_not=True, text=text)
@@ -297,7 +288,7 @@ class Watch:
         """Logs the stacks of this process; rank 0 also where all are."""
         self._reported_hang = True
         self._movement.look()
-        self._say(at=[number, ", ".join(filter(None, (latest_call(), self._movement.where)))])
+        self._say("at", [number, ", ".join(filter(None, (latest_call(), self._movement.where)))])
         _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
         deadline = time.monotonic() + _ANSWER_SECONDS
         while self.rank == 0:
@@ -337,8 +328,8 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if error is not None and not self._failure:
             self._failure = f"ended by {first_line(error)}"
-        if self._failure and not (self._closed or self.lost.is_set()):
-            self._say_lost([self.rank], _after(self._failure))
+        if self._failure and not (self._closed or self.lost.is_set() or os.getpid() != self._pid):
+            self._append("lost", ranks=[self.rank], text=_after(self._failure))
             self.lost.wait(_ANSWER_SECONDS)
 
     def _say_end(self, how: str = "ended its script") -> None:
@@ -349,7 +340,7 @@ class Watch:
             time.sleep(0.05)
         self._ended = how  # From now on JAX has no backend to ask for arrays.
         if not self.lost.is_set():
-            self._say(ended=_after(how))
+            self._say("ended", _after(how))
             self._alert("ended")
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
@@ -373,7 +364,7 @@ class Watch:
         """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
         lost = set(self._error.ranks) if self._error is not None else set()
         deadline = time.monotonic() + _LAST_SECONDS
-        self._say(gone=True)
+        self._say("gone", True)
         with contextlib.suppress(Unreachable):
             while self.rank == 0 and time.monotonic() < deadline:
                 said = self._said_by_ranks()
@@ -389,15 +380,11 @@ def _after(how: str) -> str:
 
 
 def _machine() -> str:
-    """Names this machine and the namespace of its process identifiers; empty where none is known.
-
-    A process of another machine, or in another container, is not recognized as ended.
-    """
-    try:
+    """Names this machine and the namespace of its process identifiers; empty except on Linux."""
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""
+    return ""
 
 
 def _has_ended(pid: int) -> bool:

@@ -124,7 +124,8 @@ class Together:
             AgreementError: they differ; not where this process has an error of its own.
         """
         self.has_agreed, store, round = True, self._store, self._round
-        facts = {"step": self._described.label, **_call_facts(self._described, self._request)}
+        label = self._described.label
+        facts = {"step": label, **_call_facts(self._described, self._request)}
         values, module, holds, directory = None, "", "memory", ""
         if staged is not None:
             values, self._module = _replicated_host_values(self._request), staged.module_text()
@@ -135,6 +136,7 @@ class Together:
             with contextlib.suppress(OSError):  # There is no key yet.
                 directory = store.disk.vouch(b"the name of this directory").hex()[:8]
         entries = {
+            "step": label,
             "call": _digest("\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))),
             "error": error,
             "module": module,
@@ -149,14 +151,15 @@ class Together:
         sides = {name: differing.get(name, [(entries[name], round.ranks)]) for name in entries}
         self.knows_values = "" not in [digest for digest, _ in sides["values"]]
         if values is not None and self.knows_values and "values" in differing:
-            compare(round, f"before {self._described.label}", {tuple(round.ranks): values})
+            compare(round, f"before {label}", {tuple(round.ranks): values})
         self._giver, self._takers, self._compiles = givers(program, sides["program"])
         self._shares_directory = bool(directory) and "directory" not in differing
 
     def _raise_differing(self, differing: dict[str, Sides], facts: dict[str, str]) -> None:
         label, round = self._described.label, self._round
         if "call" in differing:
-            what = f"the ranks call {label} differently:"
+            are_others = "step" in differing
+            what = f"the ranks call {'different steps' if are_others else f'{label} differently'}:"
             hint = "make the same calls, with the same options and settings, in the same order on "
             hint += "all processes"
             round.raise_differing(what, [differing["call"]], facts, differences, hint)

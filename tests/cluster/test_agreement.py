@@ -42,7 +42,7 @@ except sc.AgreementError as error:
 """
 
 KINDS = {
-    "shape": ("    SHAPE = (3, 3)", ["batch", "float32[3,3]", "float32[4,3]"]),
+    "shape": ("    SHAPE = (3, 3)", ["batch", "float32[6,3]", "float32[8,3]"]),
     "dtype": ("    DTYPE = np.int32", ["batch", "int32[", "float32["]),
     "tree": ("    TREE = {'n': 0, 'm': 1}", ["state['m']", "absent"]),
     "static": ("    STATIC = 'b'", ["mode", "'a'", "'b'"]),
@@ -62,7 +62,7 @@ KINDS = {
     ),
     "sharding": ("    TREE = {'n': np.zeros(2)}; SPEC = P('data')", ["state"]),
     "donation": ("    OPTIONS = {'keep_unused': True}", ["keep_unused"]),
-    "another step": ("    OTHER = True", ["step: rank 1", "evaluate;", "rank 0", "train"]),
+    "another step": ("    OTHER = True", ["different steps", "step: rank 1", "evaluate;", "train"]),
 }
 
 
