@@ -70,12 +70,6 @@ def _maker(
 
     Computes once, and not at each call as `jax.make_array_from_process_local_data` does, which
     device gets which slice of the part.
-
-    Args:
-        sharding, committed: of the arrays.
-        shape: of the whole.
-        part_shape: of this process's part.
-        dtype: of both.
     """
     make = jaxcompat.maker_of_arrays(sharding, shape, dtype, committed=committed)
     indices: Any = sharding.addressable_devices_indices_map(shape).values()

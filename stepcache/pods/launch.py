@@ -98,10 +98,7 @@ def launch(
 def rank_environment(
     rank: int, ranks: int, address: str, devices: int | None, around: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables of one rank of a launcher that has those `around`.
-
-    They describe a Slurm step, which all versions of JAX read.
-    """
+    """The environment of a rank: that `around`, with a Slurm step, which any JAX reads."""
     count = devices or 1
     environment = {
         **around,

@@ -25,7 +25,6 @@ Groups = dict[tuple[int, ...], dict[str, str]]
 Part = tuple[str, Any, slice | None]
 """Path and array of a leaf, and its slice if it is a part of a packed array."""
 
-_SEVERAL = "its devices hold "  # Before a token of replicas that differ between devices.
 _READ_WHOLE_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _SHOWN, _MAX_LINES = 3, 12
@@ -59,48 +58,15 @@ def is_local(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
-    """Returns the tokens of the values of this process, by the ranks that hold replicas.
-
-    Args:
-        leaves: the values.
-        ranks: the processes that hold replicas of local arrays.
-    """
-    groups: Groups = {}
-    for path, value, part in leaves:
-        if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
-            groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
-            continue
-        array = jax.random.key_data(value) if is_key(value) else value
-        holders: dict[str, set[int]] = {}
-        for device, index in array.sharding.devices_indices_map(array.shape).items():
-            holders.setdefault(_index_text(index, array.shape), set()).add(device.process_index)
-        tokens: dict[str, set[str]] = {}
-        for shard in array.addressable_shards:  # JAX reads the data of each once.
-            token = token_of(np.asarray(shard.data)[part or ...], whole=True)
-            tokens.setdefault(_index_text(shard.index, array.shape), set()).add(token)
-        for index, copies in tokens.items():
-            several = _SEVERAL if len(copies) > 1 else ""
-            group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
-            groups.setdefault(group, {})[path + index] = several + " and ".join(sorted(copies))
-    return groups
-
-
 def digest_of(tokens: Mapping[str, str]) -> str:
     """Returns a digest of values, by their tokens."""
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
 
 def compare(round: Round, about: str, groups: Groups) -> None:
-    """Compares values with those of the other processes.
+    """Compares the values of this process with those of all others, in a round.
 
-    Args:
-        round: an agreement round of all processes.
-        about: when the values are compared, for messages.
-        groups: the values of this process.
-
-    Raises:
-        AgreementError: values differ; it names their paths and the ranks.
+    Raises `AgreementError` with the paths and ranks of values that differ, `about` the time of it.
     """
 
     def compared(usual: dict[str, str], other: dict[str, str]) -> list[Change]:
@@ -117,33 +83,39 @@ def compare(round: Round, about: str, groups: Groups) -> None:
     round.raise_differing(what, differing, tokens, compared, hint)
 
 
-def check_replicas(parts: Iterable[Part], peers: Peers | None, about: str) -> None:
+def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> None:
     """Checks that all processes and devices hold the same replicas of values.
 
-    Args:
-        parts: the values.
-        peers: the processes; None for this one alone.
-        about: when the values are compared, for messages.
-
-    Raises:
-        AgreementError: values differ; it names their paths and the ranks.
+    Without `peers`, those are the devices of this process. Raises as `compare`.
     """
-    groups = replicas_of(parts, tuple(peers.ranks) if peers is not None else (jax.process_index(),))
+    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
+    groups: Groups = {}
+    here = [f"replicated values differ between the devices of rank {jax.process_index()}:"]
+    for path, value, part in leaves:
+        if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
+            groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
+            continue
+        array = jax.random.key_data(value) if is_key(value) else value
+        holders: dict[str, set[int]] = {}
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            holders.setdefault(_index_text(index, array.shape), set()).add(device.process_index)
+        tokens: dict[str, set[str]] = {}
+        for shard in array.addressable_shards:  # JAX reads the data of each once.
+            token = token_of(np.asarray(shard.data)[part or ...], whole=True)
+            tokens.setdefault(_index_text(shard.index, array.shape), set()).add(token)
+        for index, copies in tokens.items():
+            token = " and ".join(sorted(copies))
+            if len(copies) > 1:
+                token = f"its devices hold {token}"
+                here.append(f"{path}{index}: {token}")
+            group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
+            groups.setdefault(group, {})[path + index] = token
     if peers is not None:
         with peers.round("check_replicas") as round:
             compare(round, about, groups)
-    lines = [
-        f"{path}: {token}"
-        for tokens in groups.values()
-        for path, token in tokens.items()
-        if token.startswith(_SEVERAL)
-    ]
-    if lines:
-        what = f"replicated values differ between the devices of rank {jax.process_index()}:"
-        raise AgreementError(
-            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
-            hint="jax.shard_map(…, check_vma=False) does not check what its out_specs replicate",
-        )
+    if len(here) > 1:
+        hint = "jax.shard_map(…, check_vma=False) does not check what its out_specs replicate"
+        raise AgreementError("\n  ".join(shortened(here, 1 + _MAX_LINES)), hint=hint)
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

@@ -144,7 +144,7 @@ class Watch:
                 return
             self._append("suspect")
             if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
-                self._append("lost", text=f"a collective failed: {first_line(error)}")
+                self._append("lost", ranks=[], text=f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
@@ -226,7 +226,18 @@ class Watch:
                     self.service.delete(f"{_EVENTS}/{self._next - _KEPT_EVENTS}")
                     continue
                 number, self._next = self._next, self._next + 1
-                self._handle(number, **plain.unpack(event))
+                match plain.unpack(event):
+                    case {"kind": "out"}:
+                        self._alert_until = time.monotonic() + _ALERT_SECONDS
+                    case {"kind": "suspect"}:
+                        self.neighbours = None
+                        self.look_for_ended()
+                    case {"kind": "hang", "text": text}:
+                        self._report_hang(number, text)
+                    case {"kind": "lost", "by": by, "ranks": ranks, "text": text}:
+                        self.note_loss(
+                            ranks, text if by in ranks else f"{text} (rank {by} noticed)"
+                        )
                 if not (self.lost.is_set() or self._ended):
                     self._look()
             except Unreachable as error:
@@ -241,20 +252,6 @@ class Watch:
         while not self._closed:
             self._exit_if_stuck()
             time.sleep(0.5)
-
-    def _handle(
-        self, number: int, kind: str, by: int, ranks: Sequence[int] = (), text: str = ""
-    ) -> None:
-        match kind:
-            case "out":
-                self._alert_until = time.monotonic() + _ALERT_SECONDS
-            case "suspect":
-                self.neighbours = None
-                self.look_for_ended()
-            case "hang":
-                self._report_hang(number, text)
-            case "lost":
-                self.note_loss(ranks, text if by in ranks else f"{text} (rank {by} noticed)")
 
     def _look(self) -> None:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""

@@ -8,7 +8,6 @@ of host has or compiles the executable, and the others take it from there.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,22 +22,17 @@ from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
 from stepcache.origin import file_label, is_users_file
 from stepcache.pods.global_arrays import spans_processes
-from stepcache.pods.replicas import compare, digest_of, is_local, token_of
+from stepcache.pods.replicas import compare, is_local, token_of
 from stepcache.pods.rounds import Peers, Round, Sides
-from stepcache.programs.earlier_runs import Described, differences
+from stepcache.programs.earlier_runs import Described, differences, digest_of
 from stepcache.programs.module_difference import difference
 from stepcache.programs.store import Publication
 from stepcache.units import listed, readable_ranks
 
 # These may differ between the hosts of a pod, and where a process was started may, too.
-_MAY_DIFFER = (
-    "environment CPU",
-    "environment argv",
-    "environment device kind",
-    "environment devices",
-    "environment python",
-    "environment system",
-)
+_MAY_DIFFER = {
+    f"environment {name}" for name in ("CPU", "argv", "device kind", "devices", "python", "system")
+}
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _FAILED, _STORED, _SENT = b"-", b"=", b"+"
 _log = logging.getLogger("stepcache")
@@ -76,10 +70,7 @@ def _replicated_host_values(request: Request) -> dict[str, str] | None:
 
 
 def compare_call_values(name: str, request: Request, peers: Peers) -> None:
-    """Compares the replicated host values of a call with those of the other processes.
-
-    Raises `AgreementError` if they differ or one is late, `RankLostError` if one was lost.
-    """
+    """Raises `AgreementError` if the replicated host values of a call differ between processes."""
     values = {tuple(peers.ranks): _replicated_host_values(request) or {}}
     with peers.round(name, "calls it for the first time since it was warmed") as round:
         compare(round, f"before {name}", values)
@@ -129,7 +120,7 @@ class Together:
         values, module, holds, directory = None, "", "memory", ""
         if staged is not None:
             values, self._module = _replicated_host_values(self._request), staged.module_text()
-            module = _digest(jaxcompat.module_outline(staged.lowered))
+            module = digest_of({"": jaxcompat.module_outline(staged.lowered)})
         if program and not self._cache.holds_module(program):
             holds = "disk" if store is not None and store.disk.holds("program", program) else ""
         if store is not None:
@@ -137,7 +128,7 @@ class Together:
                 directory = store.disk.vouch(b"the name of this directory").hex()[:8]
         entries = {
             "step": label,
-            "call": _digest("\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))),
+            "call": digest_of(facts),
             "error": error,
             "module": module,
             "values": digest_of(values) if values is not None else "",
@@ -240,26 +231,13 @@ class Together:
 
 @contextlib.contextmanager
 def building(
-    peers: Peers,
-    name: str,
-    request: Request,
-    described: Described,
-    cache: Any,
-    reason: str,
+    peers: Peers, name: str, request: Request, described: Described, cache: Any, reason: str
 ) -> Iterator[Together]:
     """Context manager of a build of one program by all processes.
 
-    Args:
-        peers: the processes.
-        name: the step.
-        request, described: the call, and the same in words.
-        cache: the `ProgramCache`.
-        reason: why the call needs a new program, in one line.
-
-    Raises:
-        AgreementError: the processes do not make the same call, do not lower the same module, or
-            one of them did not take part in time.
-        RankLostError: a process was lost.
+    `described` is the call in words, `reason` why it needs a new program, in one line. Raises
+    `AgreementError` if the processes do not make the same call, do not lower the same module, or
+    one of them does not take part in time; `RankLostError` if one was lost.
     """
     with peers.round(name, f"needs a new program: {reason}") as round:
         round.announce()  # A trace may take minutes.
@@ -274,7 +252,3 @@ def building(
 def _module_changes(usual: str, other: str) -> tuple[Change, ...]:
     found = difference(usual, other, is_users_file, file_label)
     return found.changes if found is not None else (Change("code", "module", "one", "another"),)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
