@@ -182,17 +182,10 @@ class Round:
         compared: Callable[[Any, Any], Iterable[Change]],
         hint: str,
     ) -> None:
-        """Raises an error with a line for each difference, if there are any.
+        """Raises an `AgreementError` with a line for each difference, if there are any.
 
-        Args:
-            what: the first line.
-            differing: the entries that differ. The first rank of each side explains them to all.
-            own: what this process would explain, as plain data.
-            compared: returns the differences between what two ranks explain.
-            hint: what to try.
-
-        Raises:
-            AgreementError: there are differences.
+        The first rank of each side of the entries that differ explains them: it sends its `own`
+        plain data to all. `compared` returns the differences between those of two ranks.
         """
         pairs = [(sides[0][1], other) for sides in differing for _, other in sides[1:]]
         speakers = sorted({ranks[0] for pair in pairs for ranks in pair})

@@ -306,17 +306,17 @@ class Watch:
         limit = _LEAVE_SECONDS if self._raised else _RAISE_SECONDS
         if not self._movement.waits_for_device or still < limit:
             return
-        give_up = _process_hooks.exit_after(2 * _LAST_SECONDS)  # A stream may block.
+        self._leave_pod()
+        if not self._movement.look():
+            return  # The ends of other ranks have ended its call.
+        _process_hooks.exit_after(_LAST_SECONDS)  # A stream may block.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
             place = f"the thread waits at {self._movement.where}, and cannot raise this error"
             sys.stderr.write(f"{name}: {self._error}\n{place}\n")
             sys.stderr.flush()
-        self._leave_pod()
-        if self._movement.look():
-            os._exit(1)
-        give_up()  # The ends of other ranks have ended its call.
+        os._exit(1)
 
     # ---- the end ---------------------------------------------------------------------------------
 
