@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 _MAX_LINES = 12  # Of an error.
 _LOG_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # Between looks for losses, while waiting.
-_GET_SECONDS = 600.0
+_GET_SECONDS = 1e6  # Days; a process that waits looks by itself for losses.
 _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the others do.
 SAME_CALLS = (
     "make the same calls, with the same shapes and static values, in the same order on all "
@@ -45,7 +45,7 @@ SAME_CALLS = (
 
 _log = logging.getLogger("stepcache")
 T = TypeVar("T")
-Sides = list[tuple[Any, tuple[int, ...]]]
+Sides = Sequence[tuple[Any, Sequence[int]]]
 """The values of an entry, and the ranks that have each: most ranks first."""
 
 
@@ -169,10 +169,7 @@ class Round:
             what += f"within {self._late_seconds:.0f} s{result['why']}"
             raise AgreementError(what, sides=(tuple(late),), hint=SAME_CALLS)
         self.all_came = True
-        return {
-            name: [(value, tuple(ranks)) for value, ranks in sides]
-            for name, sides in result["sides"].items()
-        }
+        return result["sides"]
 
     def raise_differing(
         self,
@@ -200,7 +197,7 @@ class Round:
                 before = f"{readable_ranks(usual)} {change.before}"
                 lines.append(f"{change.path}{noted}: {after}; {before}")
                 changes.append(change)
-                sides += [usual, other]
+                sides += [tuple(usual), tuple(other)]
         if changes:
             text = "\n  ".join(shortened(lines, 1 + _MAX_LINES))
             raise AgreementError(text, changes, dict.fromkeys(sides), hint=hint)
@@ -228,13 +225,11 @@ class Round:
         After each of the seconds in `looks`, it looks who is missing in the comparison of `topic`:
         those are logged, or, when they are late, end the round.
         """
-        answer: Future[bytes] = Future()
+        answer: Future[Any] = Future()
 
         def get() -> None:  # In a thread: one in such a call handles no signals.
             try:
-                while (value := self._service.get(name, _GET_SECONDS)) is None:
-                    pass
-                answer.set_result(value)
+                answer.set_result(self._service.get(name, _GET_SECONDS))
             except Exception as error:
                 answer.set_exception(error)
 

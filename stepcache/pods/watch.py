@@ -44,7 +44,7 @@ _STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for o
 _SUSPECT_SECONDS = 5.0  # How long the rank that has gone may take to say so, or to be seen.
 _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
-_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, waits for the others to leave.
+_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a broken pod.
 _ANSWER_SECONDS = 5.0
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
 _ERROR_LENGTH = 120
@@ -54,6 +54,7 @@ _OF_TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 _EVENTS, _RANKS, _FIRST = (f"stepcache/{name}" for name in ("events", "ranks", "first"))
+_SCRIPT, _LAST_NUMBER = "script", 1 << 60  # Who ends its script leaves all sessions to come.
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
 
@@ -76,7 +77,8 @@ class Watch:
         # Sessions entered: name and ranks of their mesh, and `hang_after`.
         self._entered: list[tuple[str, Sequence[int], float]] = []
         self._numbers: dict[str, int] = {}  # Of the latest session that was entered, by mesh.
-        self._unsaid: dict[str, str] = {}  # How sessions were left, by mesh.
+        # Number and end of the sessions that were left, by mesh, and of the script.
+        self._unsaid: dict[str, tuple[int, str]] = {}
         self.agreeing_since = float("inf")  # Of an agreement round, if one is going on.
         self.neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
         self._alert_until = 0.0
@@ -125,8 +127,9 @@ class Watch:
             self._failure = f"ended by SystemExit: {error.code}"
         if len(at) == 1 and not self.lost.is_set():
             how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-            self._unsaid = {**self._unsaid, mesh: _after(f"left its session{how}")}
-            self._say_left()
+            left = self._numbers[mesh], _after(f"left its session{how}")
+            self._unsaid = {**self._unsaid, mesh: left}
+            self._say_out()
 
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
         """Raises `RankLostError` if a process is known to be lost."""
@@ -198,19 +201,18 @@ class Watch:
         listed = self.service.listed(f"{_RANKS}/{machine}")
         return {int(name.rpartition("/")[2]): plain.unpack(said) for name, said in listed.items()}
 
-    def _alert(self, what: str) -> None:
-        """Has all ranks look often for a while: what this one waits for may never come."""
-        with contextlib.suppress(Unreachable):
-            if self.service.put(f"{_FIRST}/{what}", b"1"):
-                self._append("out")
+    def _say_out(self) -> None:
+        """Says what this process has left, once no device computes for others: they wait for that.
 
-    def _say_left(self) -> None:
-        """Says which sessions were left, once no device computes for others: they wait for that."""
+        The first process that leaves a session has all look often for a while.
+        """
         if self._unsaid and not pending_ranks() - {self.rank}:
             unsaid, self._unsaid = self._unsaid, {}
-            for mesh, how in unsaid.items():
-                self._say(f"left {mesh}", [self._numbers[mesh], how])
-                self._alert(f"{mesh} {self._numbers[mesh]}")
+            for place, (number, how) in unsaid.items():
+                self._say(place, [number, how])
+                with contextlib.suppress(Unreachable):
+                    if self.service.put(f"{_FIRST}/{place} {number}", b"1"):
+                        self._append("out")
 
     # ---- the watching thread ---------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class Watch:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
         still = self._movement.look()
         agreeing = max(time.monotonic() - self.agreeing_since, 0.0)
-        self._say_left()
+        self._say_out()
         if not self._entered:
             return
         mesh, ranks, hang_seconds = self._entered[-1]
@@ -268,9 +270,9 @@ class Watch:
             if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
                 out: dict[int, str] = {}
                 for rank, said in self._said_by_ranks().items():
-                    number, how = said.get(f"left {mesh}", (0, ""))
-                    if rank in ranks and (said.get("ended") or number >= self._numbers[mesh]):
-                        out[rank] = said.get("ended") or how
+                    number, how = said.get(_SCRIPT) or said.get(mesh, (0, ""))
+                    if rank in ranks and number >= self._numbers[mesh]:
+                        out[rank] = how
                 computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
                 gone = sorted(r for r in out if agreeing or r in computing or not computing)
                 if gone:
@@ -333,12 +335,11 @@ class Watch:
         """Says that this process ends, once its devices compute nothing for others."""
         if self._closed or self._ended or self._failure or os.getpid() != self._pid:
             return
-        while pending_ranks() - {self.rank} and not self.lost.is_set():
+        self._unsaid = {**self._unsaid, _SCRIPT: (_LAST_NUMBER, _after(how))}
+        while self._unsaid and not self.lost.is_set():
+            self._say_out()
             time.sleep(0.05)
         self._ended = how  # From now on JAX has no backend to ask for arrays.
-        if not self.lost.is_set():
-            self._say("ended", _after(how))
-            self._alert("ended")
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
@@ -358,17 +359,8 @@ class Watch:
         self._thread.join(2.0)
 
     def _leave_pod(self) -> None:
-        """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
-        lost = set(self._error.ranks) if self._error is not None else set()
-        deadline = time.monotonic() + _LAST_SECONDS
-        self._say("gone", True)
-        with contextlib.suppress(Unreachable):
-            while self.rank == 0 and time.monotonic() < deadline:
-                said = self._said_by_ranks()
-                if all(said[rank].get("gone") for rank in said.keys() - lost):
-                    # JAX aborts a process that still runs when its service ends.
-                    return time.sleep(1.0)
-                time.sleep(0.1)
+        """Leaves a broken pod; rank 0 last: JAX aborts the others when its service ends."""
+        time.sleep(_LAST_SECONDS if self.rank == 0 else 0.0)
 
 
 def _after(how: str) -> str:

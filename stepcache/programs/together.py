@@ -158,7 +158,7 @@ class Together:
             failed = [(error, ranks) for error, ranks in differing["error"] if error]
             said = "; ".join(f"{readable_ranks(ranks)}: {error}" for error, ranks in failed)
             what = f"not all ranks have the program of {label}: {said}"
-            raise AgreementError(what, sides=[ranks for _, ranks in failed])
+            raise AgreementError(what, sides=[tuple(ranks) for _, ranks in failed])
         if "module" in differing:
             who = listed([readable_ranks(ranks) for _, ranks in differing["module"]])
             what = f"{who} lowered different programs of {label}:"

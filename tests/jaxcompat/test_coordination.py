@@ -154,7 +154,7 @@ def test_who_announces_itself_is_waited_for():
         return current.compare("topic", {"value": "early" if rank == 0 else "late"})
 
     results, _ = at_once((0, 1), take_part)
-    assert results[0] == results[1] == {"value": [("early", (0,)), ("late", (1,))]}
+    assert results[0] == results[1] == {"value": [["early", [0]], ["late", [1]]]}
 
 
 def test_chunks_arrive_whole_and_are_freed_by_the_last_receiver(monkeypatch):
