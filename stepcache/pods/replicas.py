@@ -31,12 +31,10 @@ _SHOWN, _MAX_LINES = 3, 12
 
 
 def token_of(value: Any, *, whole: bool = False) -> str:
-    """Returns a text that is equal for equal values, and shows the first of them.
+    """Returns a text that is equal for equal arrays or numbers, and shows their first values.
 
-    Args:
-        value: an array, in the memory of this process, or a number.
-        whole: read all of it. By default, of one larger than 64 KiB, 16 blocks of 4 KiB are read:
-            values of another seed, or of another checkpoint, differ everywhere.
+    By default, 16 blocks of 4 KiB are read of an array that is larger than 64 KiB: values of
+    another seed, or of another checkpoint, differ everywhere. `whole` reads all of it.
     """
     array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
     if array.size == 1:

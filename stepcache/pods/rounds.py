@@ -64,13 +64,12 @@ class Peers:
     def round(self, label: str, reason: str = "", *, patient: bool = False) -> Iterator[Round]:
         """Context manager of an agreement round; all processes enter it, in the same order.
 
+        Raises `RankLostError` if a process was lost.
+
         Args:
             label: what the processes agree on, for messages.
             reason: what this process does, in one line: "needs a new program: …".
             patient: wait without a time limit while all processes live.
-
-        Raises:
-            RankLostError: a process was lost.
         """
         self.watch.raise_if_lost()
         with self._lock:
@@ -101,11 +100,7 @@ class Peers:
         return {rank: value for value, ranks in rows for rank in ranks}
 
     def guarded(self, work: Callable[[], T]) -> T:
-        """Calls a function that waits for the other processes.
-
-        Raises:
-            RankLostError: a process was lost.
-        """
+        """Calls a function that waits for others; raises `RankLostError` if one was lost."""
         self.watch.raise_if_lost()
         try:
             return work()
@@ -144,13 +139,8 @@ class Round:
     def compare(self, topic: str, entries: Mapping[str, str | bytes]) -> dict[str, Sides]:
         """Returns the entries in which the processes differ: none if all have the same.
 
-        Args:
-            topic: names the comparison; the same on all processes, used once in a round.
-            entries: those of this process. One that only some have is compared between these.
-
-        Raises:
-            AgreementError: a process did not take part in time.
-            RankLostError: a process was lost.
+        `topic` names the comparison, once in a round. An entry that only some processes have is
+        compared between these. Raises `AgreementError` if a process does not take part in time.
         """
         service, place = self._service, f"{self._place}/{topic}"
         service.put(f"{place}/from/{self.rank}", plain.pack(dict(entries)))

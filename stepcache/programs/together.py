@@ -77,15 +77,10 @@ def compare_call_values(name: str, request: Request, peers: Peers) -> None:
 
 
 def givers(digest: str, sides: Sides) -> tuple[int, list[int], bool]:
-    """Returns who gives an executable to whom, among the ranks that need the same one.
+    """Returns who gives the program of a digest, who takes it, and whether it has to be compiled.
 
-    Args:
-        digest: of the program of these ranks.
-        sides: what all ranks have reported: the digest, and where they hold it.
-
-    Returns:
-        The lowest rank that has it on disk, or else the lowest that needs it; those that take it
-        from there; and whether the first one has to compile it.
+    The lowest rank that has it on disk gives it, or else the lowest one that needs it. The `sides`
+    are what all ranks have reported: the digests of their programs, and where they hold them.
     """
     alike = {value.removeprefix(f"{digest} "): ranks for value, ranks in sides if digest in value}
     having, needing = alike.get("disk", ()), alike.get("", ())
@@ -173,8 +168,7 @@ class Together:
         """Returns the executable that another process has or compiles, that process, and what it
         has sent; None where this one is to have it by itself.
 
-        Raises:
-            AgreementError: the other process could not compile it.
+        Raises `AgreementError` if the other process could not compile it.
         """
         if self._compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
