@@ -337,6 +337,21 @@ def test_a_rank_whose_calls_change_later_says_how_on_all(together, kind):
         assert f"rank 1 needs a new program: {told}" in error and rank.code == 1, error
 
 
+def test_a_call_that_differs_explains_why_its_trace_fails(shared_pod, tmp_path):
+    script = """
+    @sc.step(batch="batch")
+    def step(batch):
+        return batch.reshape(4, 2).sum()
+    with sc.Session(mesh):
+        try:
+            step(np.ones(4 + RANK, np.float32))
+        except sc.AgreementError as error:
+            say("error", str(error).replace(chr(10), " | "))
+    """
+    for rank in shared_pod(2).run(tmp_path, script, limit=40):
+        assert "batch: rank 1 float32[10]" in rank.said("error")[0], rank.output
+
+
 def test_after_a_disagreement_the_same_processes_agree(shared_pod, tmp_path):
     script = """
     step = sc.step(lambda batch: batch.sum(), batch="batch")
