@@ -44,7 +44,7 @@ _STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for o
 _SUSPECT_SECONDS = 5.0  # How long the rank that has gone may take to say so, or to be seen.
 _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
-_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a broken pod.
+_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a loss.
 _ANSWER_SECONDS = 5.0
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
 _ERROR_LENGTH = 120
@@ -360,7 +360,8 @@ class Watch:
 
     def _leave_pod(self) -> None:
         """Leaves a broken pod; rank 0 last: JAX aborts the others when its service ends."""
-        time.sleep(_LAST_SECONDS if self.rank == 0 else 0.0)
+        if self.rank == 0:
+            time.sleep(max(self._lost_at + _LAST_SECONDS - time.monotonic(), 0.0))
 
 
 def _after(how: str) -> str:
