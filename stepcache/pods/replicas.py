@@ -88,7 +88,7 @@ def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> N
     """
     ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
     groups: Groups = {}
-    here = [f"replicated values differ between the devices of rank {jax.process_index()}:"]
+    lines = [f"replicated values differ between the devices of rank {jax.process_index()}:"]
     for path, value, part in leaves:
         if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
@@ -105,15 +105,15 @@ def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> N
             token = " and ".join(sorted(copies))
             if len(copies) > 1:
                 token = f"its devices hold {token}"
-                here.append(f"{path}{index}: {token}")
+                lines.append(f"{path}{index}: {token}")
             group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
             groups.setdefault(group, {})[path + index] = token
     if peers is not None:
         with peers.round("check_replicas") as round:
             compare(round, about, groups)
-    if len(here) > 1:
+    if len(lines) > 1:
         hint = "jax.shard_map(…, check_vma=False) does not check what its out_specs replicate"
-        raise AgreementError("\n  ".join(shortened(here, 1 + _MAX_LINES)), hint=hint)
+        raise AgreementError("\n  ".join(shortened(lines, 1 + _MAX_LINES)), hint=hint)
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

@@ -127,8 +127,8 @@ class Watch:
             self._failure = f"ended by SystemExit: {error.code}"
         if len(at) == 1 and not self.lost.is_set():
             how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-            left = self._numbers[mesh], _after(f"left its session{how}")
-            self._unsaid = {**self._unsaid, mesh: left}
+            end = self._numbers[mesh], _after(f"left its session{how}")
+            self._unsaid = {**self._unsaid, mesh: end}
             self._say_out()
 
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
