@@ -207,27 +207,32 @@ class Rank:
 
     def agree(self, way: str) -> None:
         """What `programs.together` does about a new program, without the program."""
-        from stepcache.link import plain
-        from stepcache.programs.together import Decision, Report, Roles, decide
+        from stepcache.programs.together import givers
 
         self._keys += 1
         key, holds = f"{self._keys:032x}", "disk" if way == "stored" else ""
-        directory = f"{self.rank if holds else 0:016x}"
-        report = Report("train.py:train", key, "", key, "v" * 16, key, holds, directory)
+        entries = {
+            "step": "train.py:train",
+            "call": key,
+            "error": "",
+            "values": "v" * 16,
+            "module": key,
+            "program": f"{key} {holds}",
+            "directory": f"{self.rank:08x}",
+        }
         with self.peers.round("train", "its first call") as current:
             current.announce()
-            decision = Decision(*plain.unpack(current.merge("report", plain.pack(report), decide)))
-            if key not in decision.roles:
-                return
-            roles = Roles(*decision.roles[key])
-            if roles.leader == self.rank:
-                current.send("program", zlib.compress(PROGRAM, 1), self.count - 1)
-            else:
-                current.receive("program", roles.leader)
+            differing = current.compare("report", entries)
+            sides = differing.get("program", [(entries["program"], current.ranks)])
+            giver, receivers, _ = givers(key, sides)
+            if giver == self.rank:
+                current.send("program", zlib.compress(PROGRAM, 1), len(receivers))
+            elif self.rank in receivers:
+                current.receive("program", giver)
 
     def run(self, waits: Waits, cases: Sequence[str], save: Callable[[], None]) -> None:
         """Measures cases, in order; `save` is called before the last one, and after it."""
-        self.peers.enter(60.0)
+        self.peers.watch.enter(self.peers.name, self.peers.ranks, 60.0)
         self.agree("stored")  # The first meeting of all.
         if "keys" in cases:
             for way in WAYS:
@@ -238,11 +243,11 @@ class Rank:
         if "late" in cases:
             self.measured("late", lambda: self.come_late(waits.late))
         if "never comes" in cases:
-            self.peers._agree_seconds = waits.agree
+            self.peers.agree_seconds = waits.agree
             self.measured("never comes", self.never_come)
             if self.is_last:
                 self.come_in_vain()
-            self.peers._agree_seconds = 10 * waits.agree
+            self.peers.agree_seconds = 10 * waits.agree
         save()
         if "lost" in cases:
             self.measured("lost", lambda: self.lose(waits.lost))

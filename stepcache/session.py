@@ -231,7 +231,7 @@ class Session:
             self._entered.latest = entered
             entered.hold(jaxcompat.entering(self._scope, self._token))
             if (peers := self._scope.peers) is not None:
-                peers.enter(self._hang_seconds)
+                peers.watch.enter(peers.name, peers.ranks, self._hang_seconds)
         except BaseException:
             entered.close()
             raise
@@ -244,7 +244,7 @@ class Session:
         finally:
             entered.close()  # Ctrl-C may have come before the first line of the other call.
         if (peers := self._scope.peers) is not None:
-            peers.leave(exception[1])
+            peers.watch.leave(peers.name, exception[1])
             if isinstance(exception[1], Exception):
                 peers.watch.raise_if_lost_by(exception[1])
         if self._scope.built and exception[0] is None:

@@ -78,7 +78,7 @@ def readable_ranks(ranks: Iterable[int]) -> str:
     spans = spans_of(ranks)
     texts = (str(low) if low == high else f"{low}–{high}" for low, high in spans)
     single = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"rank{'' if single else 's'} {', '.join(texts)}"
+    return f"rank{'' if single else 's'} {', '.join(shortened([*texts], 32))}"
 
 
 def spans_of(numbers: Iterable[int]) -> list[list[int]]:

@@ -19,7 +19,6 @@ from stepcache.cli.directories import SIZE, Result, on_directory
 from stepcache.cli.render import diagnosis
 from stepcache.cli.report import report
 from stepcache.cli.serve import serve, status, stop
-from stepcache.errors import StepCacheError
 from stepcache.pods.launch import launch as launch_pod
 from stepcache.report.doctor import examine, version_of
 from stepcache.run_command import main as run_program
@@ -69,8 +68,4 @@ def launch(script: str, args: tuple[str, ...], **options: Any) -> None:
     killed rank end the pod soon. The first rank that fails ends all others, and its exit code
     becomes that of the launch.
     """
-    try:
-        code = launch_pod(script, args, **options)
-    except StepCacheError as error:
-        raise click.UsageError(str(error)) from error
-    sys.exit(code)
+    sys.exit(launch_pod(script, args, **options))

@@ -18,34 +18,16 @@ def spans_processes(sharding: Sharding | None) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def part_of(sharding: Sharding | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of this process's part of an array; empty if it has all of it."""
-    if sharding is None or sharding.is_fully_replicated:
-        return ()
-    try:
-        shard = sharding.shard_shape(shape)
-    except ValueError:  # It is not divisible: JAX will say so.
-        return ()
-    indices = list(sharding.addressable_devices_indices_map(shape).values())
-    starts = (
-        {index[dimension].start for index in indices if index is not None}
-        for dimension in range(len(shape))
-    )
-    part = tuple(len(each) * size for each, size in zip(starts, shard, strict=True))
-    return part if part != shape else ()
-
-
 def placed(value: Any, sharding: Sharding | None, *, may_alias: bool | None = None) -> jax.Array:
     """Does what `jax.device_put` does; in a pod, each process passes the whole value."""
     if isinstance(value, np.ndarray) and may_alias is not False and _is_numeric(value.dtype):
         with jaxcompat.explicit_transfer():  # In a tenth of the time that `jax.device_put` takes.
             return global_array(value, sharding)
-    if sharding is None or not spans_processes(sharding):
-        return jax.device_put(value, sharding, may_alias=may_alias)
-    if is_key(value):
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if is_global and is_key(value):  # Which `jax.device_put` does not take.
         data = placed(jax.random.key_data(value), sharding, may_alias=may_alias)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if is_global or not spans_processes(sharding):
         return jax.device_put(value, sharding, may_alias=may_alias)
     return global_array(value, sharding)
 
@@ -88,29 +70,22 @@ def _maker(
 
     Computes once, and not at each call as `jax.make_array_from_process_local_data` does, which
     device gets which slice of the part.
-
-    Args:
-        sharding, committed: of the arrays.
-        shape: of the whole.
-        part_shape: of this process's part.
-        dtype: of both.
     """
     make = jaxcompat.maker_of_arrays(sharding, shape, dtype, committed=committed)
-    indices: Any = list(sharding.addressable_devices_indices_map(shape).values())
+    indices: Any = sharding.addressable_devices_indices_map(shape).values()
     if sharding.is_fully_replicated:
         return lambda part: make([part] * len(indices))
-    slices: list[list[slice]] = [[] for _ in indices]  # Of the part, by device and dimension.
-    for dimension, shard_size in enumerate(sharding.shard_shape(shape)):
-        given = [index[dimension] for index in indices]
-        if part_shape[dimension] != shape[dimension]:
+    slices = []  # Of the part, by dimension and device.
+    for n, size in enumerate(sharding.shard_shape(shape)):
+        given = [index[n] for index in indices]
+        if part_shape[n] != shape[n]:
             starts = sorted({each.start or 0 for each in given})
-            if len(starts) * shard_size != part_shape[dimension]:  # Which JAX will say.
+            if len(starts) * size != part_shape[n]:  # Which JAX will say.
                 return lambda part: jax.make_array_from_process_local_data(sharding, part, shape)
-            numbers = (starts.index(each.start or 0) for each in given)
-            given = [slice(n * shard_size, (n + 1) * shard_size) for n in numbers]
-        for own, each in zip(slices, given, strict=True):
-            own.append(each)
-    keys = [tuple(own) for own in slices]
+            numbers = [starts.index(each.start or 0) for each in given]
+            given = [slice(number * size, (number + 1) * size) for number in numbers]
+        slices.append(given)
+    keys = [*zip(*slices, strict=True)]
     return lambda part: make([part[key] for key in keys])
 
 

@@ -10,14 +10,11 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-
-from stepcache.units import readable_ranks
 
 AGREE_SECONDS = 60.0
 """How long to wait, by default, for a process that does not take part in an agreement round."""
@@ -116,22 +113,3 @@ def stacks() -> str:
         for number, frame in sys._current_frames().items()
         if number != threading.get_ident()
     )
-
-
-def table(rows: Mapping[int, tuple[str, float]], silent: Iterable[int]) -> str:
-    """Returns where all ranks are; those at the same position share a line.
-
-    Args:
-        rows: the position of each rank that answered, and for how many seconds it has been there.
-        silent: those that did not answer.
-    """
-    groups: dict[str, list[int]] = {}
-    for rank, (where, _) in sorted(rows.items()):
-        groups.setdefault(where, []).append(rank)
-    lines = [
-        f"{readable_ranks(ranks)}: {where}, for {max(rows[rank][1] for rank in ranks):.0f} s"
-        for where, ranks in groups.items()
-    ]
-    if silent := sorted(silent):
-        lines.append(f"{readable_ranks(silent)}: no answer")
-    return "\n  ".join(lines)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,19 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, TextIO
 
 from stepcache._process_hooks import signals_handled
-from stepcache.errors import StepCacheError
 
 GRACE_SECONDS = 15.0
-_POLL_SECONDS = 0.02
-# Variables by which a job around the launcher describes its own ranks and nodes.
-_FOREIGN = re.compile(
-    r"(OMPI|PMIX?|PRTE|MPI)_|JAX_(COORDINATOR_PORT|PARTITION_INDEX|SLICE_INDEX)$|SLURM_(JOB_)?"
-    r"(STEP|NTASKS|TASK|NPROCS|PROCID|LOCALID|GTIDS|NODE|NNODES|NUM_NODES|SRUN_COMM|LAUNCH_NODE)"
-)
 
 
 def launch(
@@ -41,8 +32,8 @@ def launch(
 ) -> int:
     """Runs a script as that many ranks on this machine, and waits for them.
 
-    To be called in the main thread: SIGINT and SIGTERM are passed on to the ranks meanwhile. Ranks
-    have 15 seconds to end by themselves when one has failed, and again after SIGTERM.
+    To be called in the main thread: SIGINT and SIGTERM are passed on to the ranks meanwhile. When
+    one has failed, the others have 15 seconds to end by themselves, and are killed then.
 
     Args:
         target: the path of the script, or the name of a module.
@@ -54,19 +45,12 @@ def launch(
     Returns:
         The exit code of the rank that failed first, 128 and the number of the signal if one killed
         it; 0 when all ranks ended with 0.
-
-    Raises:
-        StepCacheError: there is no such script.
     """
-    if not (module or Path(target).is_file()):
-        raise StepCacheError("there is no script to launch", where=target)
     with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes: list[subprocess.Popen[bytes]] = []
     copying: list[threading.Thread] = []
-    lock = threading.Lock()
 
     def send(number: int) -> None:
         for process in processes:
@@ -75,7 +59,7 @@ def launch(
 
     def copy(stream: IO[bytes], to: TextIO, rank: int) -> None:
         for line in stream:
-            with lock, contextlib.suppress(OSError, ValueError):  # As after `| head`.
+            with contextlib.suppress(OSError, ValueError):  # As after `| head`.
                 to.buffer.write(b"[%d] %s\n" % (rank, line.rstrip(b"\r\n")))
                 to.flush()
 
@@ -94,35 +78,30 @@ def launch(
                 for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     copying.append(threading.Thread(target=copy, args=(stream, to, rank)))
                     copying[-1].start()
-            code, due, number = 0, float("inf"), signal.SIGTERM
-            while None in [process.poll() for process in processes]:
+            code, due = 0, float("inf")
+            while None in [process.poll() for process in processes] and time.monotonic() < due:
                 for rank, process in enumerate(processes):
                     if not code and process.returncode:
                         code, due = process.returncode, time.monotonic() + GRACE_SECONDS
                         text = f"rank {rank} ended with {code}; the others have {GRACE_SECONDS:g} s"
                         print(f"stepcache launch: {text}", file=sys.stderr, flush=True)
-                if time.monotonic() > due:
-                    send(number)
-                    due, number = time.monotonic() + GRACE_SECONDS, signal.SIGKILL
-                time.sleep(_POLL_SECONDS)
+                time.sleep(0.02)
         finally:
             send(signal.SIGKILL)
             for thread in copying:
                 thread.join(2.0)
-    code = code or next(filter(None, (process.wait() for process in processes)), 0)
+    codes = [process.wait() for process in processes]
+    code = code or next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
 
 
 def rank_environment(
     rank: int, ranks: int, address: str, devices: int | None, around: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables of one rank of a launcher that has those `around`.
-
-    They describe a Slurm step, which all versions of JAX read, and no MPI library.
-    """
-    found = {name: value for name, value in around.items() if not _FOREIGN.match(name)}
+    """The environment of a rank: that `around`, with a Slurm step, which any JAX reads."""
     count = devices or 1
-    found |= {
+    environment = {
+        **around,
         "SLURM_JOB_ID": around.get("SLURM_JOB_ID", "0"),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(ranks),
@@ -131,11 +110,9 @@ def rank_environment(
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(rank * count, (rank + 1) * count))),
+        "no_grpc_proxy": "127.0.0.1",  # gRPC would ask a proxy for the coordinator, and hang.
     }
-    asked = "xla_force_host_platform_device_count" in found.get("XLA_FLAGS", "")
-    if devices is not None or not (asked or "JAX_NUM_CPU_DEVICES" in found):
-        found["JAX_NUM_CPU_DEVICES"] = str(count)
-    # gRPC would ask a proxy for the coordinator, and hang.
-    others = found.get("no_grpc_proxy") or found.get("no_proxy")
-    found["no_grpc_proxy"] = f"{others},127.0.0.1" if others else "127.0.0.1"
-    return found
+    environment.pop("OMPI_MCA_orte_hnp_uri", None)  # JAX would prefer a job of Open MPI.
+    if devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+    return environment

@@ -15,9 +15,8 @@ import numpy as np
 
 from stepcache.errors import AgreementError
 from stepcache.events import Change
-from stepcache.link import plain
 from stepcache.pods.global_arrays import is_key, spans_processes
-from stepcache.pods.rounds import MAX_SIDES, Peers, Round, by_rank, ranks_in, sides_of
+from stepcache.pods.rounds import Peers, Round
 from stepcache.units import shortened
 
 Groups = dict[tuple[int, ...], dict[str, str]]
@@ -26,19 +25,16 @@ Groups = dict[tuple[int, ...], dict[str, str]]
 Part = tuple[str, Any, slice | None]
 """Path and array of a leaf, and its slice if it is a part of a packed array."""
 
-_SEVERAL = "its devices hold "  # Before a token of replicas that differ between devices.
 _READ_WHOLE_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _SHOWN, _MAX_LINES = 3, 12
 
 
 def token_of(value: Any, *, whole: bool = False) -> str:
-    """Returns a text that is equal for equal values, and shows the first of them.
+    """Returns a text that is equal for equal arrays or numbers, and shows their first values.
 
-    Args:
-        value: an array, in the memory of this process, or a number.
-        whole: read all of it. By default, of one larger than 64 KiB, 16 blocks of 4 KiB are read:
-            values of another seed, or of another checkpoint, differ everywhere.
+    By default, 16 blocks of 4 KiB are read of an array that is larger than 64 KiB: values of
+    another seed, or of another checkpoint, differ everywhere. `whole` reads all of it.
     """
     array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
     if array.size == 1:
@@ -60,15 +56,39 @@ def is_local(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
-    """Returns the tokens of the values of this process, by the ranks that hold replicas.
+def digest_of(tokens: Mapping[str, str]) -> str:
+    """Returns a digest of values, by their tokens."""
+    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
-    Args:
-        leaves: the values.
-        ranks: the processes that hold replicas of local arrays.
+
+def compare(round: Round, about: str, groups: Groups) -> None:
+    """Compares the values of this process with those of all others, in a round.
+
+    Raises `AgreementError` with the paths and ranks of values that differ, `about` the time of it.
     """
+
+    def compared(usual: dict[str, str], other: dict[str, str]) -> list[Change]:
+        # A path that one of them does not hold is no difference.
+        paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
+        return [Change("value", path, usual[path], other[path]) for path in paths]
+
+    tokens = {path: token for each in groups.values() for path, token in each.items()}
+    digests = {digest_of({"": str(ranks)}): digest_of(groups[ranks]) for ranks in groups}
+    differing = round.compare("values", digests).values()
+    what = f"replicated values differ between the ranks, {about}:"
+    hint = "make them from the same seed, checkpoint and settings on all processes; pass values "
+    hint += "that differ between processes in a batch"
+    round.raise_differing(what, differing, tokens, compared, hint)
+
+
+def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> None:
+    """Checks that all processes and devices hold the same replicas of values.
+
+    Without `peers`, those are the devices of this process. Raises as `compare`.
+    """
+    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
     groups: Groups = {}
-    read: dict[tuple[int, str], list[np.ndarray]] = {}
+    lines = [f"replicated values differ between the devices of rank {jax.process_index()}:"]
     for path, value, part in leaves:
         if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
@@ -77,115 +97,23 @@ def replicas_of(leaves: Iterable[Part], ranks: tuple[int, ...]) -> Groups:
         holders: dict[str, set[int]] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
             holders.setdefault(_index_text(index, array.shape), set()).add(device.process_index)
-        shards: dict[str, list[Any]] = {}
-        for shard in array.addressable_shards:
-            shards.setdefault(_index_text(shard.index, array.shape), []).append(shard.data)
-        for index, held in shards.items():
-            key = (id(value), index)
-            copies = read.get(key) or [np.asarray(each) for each in held]
-            if part is not None:
-                read[key] = copies
-            tokens = sorted({token_of(each[part or ...], whole=True) for each in copies})
-            several = _SEVERAL if len(tokens) > 1 else ""
+        tokens: dict[str, set[str]] = {}
+        for shard in array.addressable_shards:  # JAX reads the data of each once.
+            token = token_of(np.asarray(shard.data)[part or ...], whole=True)
+            tokens.setdefault(_index_text(shard.index, array.shape), set()).add(token)
+        for index, copies in tokens.items():
+            token = " and ".join(sorted(copies))
+            if len(copies) > 1:
+                token = f"its devices hold {token}"
+                lines.append(f"{path}{index}: {token}")
             group = tuple(sorted(holders[index])) if spans_processes(array.sharding) else ranks
-            groups.setdefault(group, {})[path + index] = several + " and ".join(tokens)
-    return groups
-
-
-def digest_of(tokens: Mapping[str, str]) -> str:
-    """Returns a digest of values, by their tokens."""
-    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
-
-
-def _differing(contributions: dict[int, bytes]) -> bytes:
-    """Merges digests, by the name of a group of ranks, to the groups whose ranks hold different
-    values: the sides of each; of very many, the first ones.
-    """
-    digests = {rank: plain.unpack(each) for rank, each in contributions.items()}
-    sides = {
-        name: sides_of({rank: found[name] for rank, found in digests.items() if name in found})
-        for name in sorted({name for found in digests.values() for name in found})
-    }
-    several = [(name, each) for name, each in sides.items() if len(each) > 1]
-    return plain.pack(dict(sorted(several, key=lambda each: each[1])[:MAX_SIDES]))
-
-
-def compare(round: Round, about: str, groups: Groups) -> None:
-    """Compares values with those of the other processes.
-
-    Args:
-        round: an agreement round of all processes.
-        about: when the values are compared, for messages.
-        groups: the values of this process.
-
-    Raises:
-        AgreementError: values differ; it names their paths and the ranks.
-    """
-    named = {
-        hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]: tokens
-        for ranks, tokens in groups.items()
-    }
-    own = {name: digest_of(tokens) for name, tokens in named.items()}
-    sides = {
-        name: [ranks_in(spans) for spans in each]
-        for name, each in plain.unpack(round.merge("values", plain.pack(own), _differing)).items()
-    }
-    if not sides:
-        return
-    speakers = sorted({ranks[0] for each in sides.values() for ranks in each})
-    tokens = round.explained_by(
-        "differing values", speakers, lambda: {x: named[x] for x in sides if x in named}
-    )
-    changes, lines, all_sides = [], [], []
-    for name, (most, *others) in sides.items():
-        usual = tokens[most[0]][name]
-        for ranks in others:
-            other = tokens[ranks[0]][name]
-            # A path that one of them does not hold is no difference.
-            paths = [path for path in usual if other.get(path, usual[path]) != usual[path]]
-            found_here = [Change("value", path, usual[path], other[path]) for path in paths]
-            changes += found_here
-            lines += [by_rank(change, most, ranks) for change in found_here]
-            if paths:
-                all_sides += [tuple(most), tuple(ranks)]
-    if changes:
-        what = f"replicated values differ between the ranks, {about}:"
-        raise AgreementError(
-            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
-            changes,
-            tuple(dict.fromkeys(all_sides)),
-            hint="make them from the same seed, checkpoint and settings on all processes; pass "
-            "values that differ between processes in a batch",
-        )
-
-
-def check_replicas(parts: Iterable[Part], peers: Peers | None, about: str) -> None:
-    """Checks that all processes and devices hold the same replicas of values.
-
-    Args:
-        parts: the values.
-        peers: the processes; None for this one alone.
-        about: when the values are compared, for messages.
-
-    Raises:
-        AgreementError: values differ; it names their paths and the ranks.
-    """
-    groups = replicas_of(parts, tuple(peers.ranks) if peers is not None else (jax.process_index(),))
+            groups.setdefault(group, {})[path + index] = token
     if peers is not None:
         with peers.round("check_replicas") as round:
             compare(round, about, groups)
-    lines = [
-        f"{path}: {token}"
-        for tokens in groups.values()
-        for path, token in tokens.items()
-        if token.startswith(_SEVERAL)
-    ]
-    if lines:
-        what = f"replicated values differ between the devices of rank {jax.process_index()}:"
-        raise AgreementError(
-            "\n  ".join([what, *shortened(lines, _MAX_LINES)]),
-            hint="jax.shard_map(…, check_vma=False) does not check what its out_specs replicate",
-        )
+    if len(lines) > 1:
+        hint = "jax.shard_map(…, check_vma=False) does not check what its out_specs replicate"
+        raise AgreementError("\n  ".join(shortened(lines, 1 + _MAX_LINES)), hint=hint)
 
 
 def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

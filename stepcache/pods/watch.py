@@ -19,12 +19,10 @@ import contextlib
 import logging
 import os
 import re
-import select
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.link import plain
 from stepcache.pods.global_arrays import pending_ranks
-from stepcache.pods.hang import Movement, latest_call, stacks, table
+from stepcache.pods.hang import Movement, latest_call, stacks
 from stepcache.units import readable_ranks
 
 TICK_SECONDS = 20.0
@@ -46,7 +44,7 @@ _STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for o
 _SUSPECT_SECONDS = 5.0  # How long the rank that has gone may take to say so, or to be seen.
 _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
-_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, waits for the others to leave.
+_LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a loss.
 _ANSWER_SECONDS = 5.0
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
 _ERROR_LENGTH = 120
@@ -55,9 +53,8 @@ _OF_TRANSPORT = re.compile(
     r"coordination ?service|UNAVAILABLE",
     re.IGNORECASE,
 )
-_EVENTS, _PROCESSES, _OUT, _WHERE, _GONE = (
-    f"stepcache/{name}" for name in ("events", "processes", "out", "where", "gone")
-)
+_EVENTS, _RANKS, _FIRST = (f"stepcache/{name}" for name in ("events", "ranks", "first"))
+_SCRIPT, _LAST_NUMBER = "script", 1 << 60  # Who ends its script leaves all sessions to come.
 _log = logging.getLogger("stepcache")
 _making = threading.Lock()
 
@@ -73,24 +70,24 @@ class Watch:
         self.rounds: dict[str, tuple[threading.Lock, Iterator[int]]] = {}
         self.lost = threading.Event()  # Set with the first loss; later ones are not recorded.
         self._error: RankLostError | None = None
-        self._raised = self._closed = self._has_failed = False
-        self._lost_at, self._noting = 0.0, threading.Lock()
+        self._lost_at, self._noting, self._saying = 0.0, threading.Lock(), threading.Lock()
+        self._raised = self._closed = self._has_failed = self._reported_hang = False
         self._failure = self._ended = ""  # How this process is about to end.
         self._movement = Movement(threading.main_thread().ident or 0)
-        # Sessions entered: mesh, its ranks, the number of the session, and `hang_after`.
-        self._inside: list[tuple[str, Sequence[int], int, float]] = []
-        self._numbers: dict[str, int] = {}
-        self._unsaid: dict[str, bytes] = {}  # How sessions were left, while devices still compute.
-        self._agreeing_since = float("inf")
-        self._alert_until, self._reported_hang = 0.0, False
-        self._neighbours: dict[int, int] = {}
-        self._list_again = True
-        self._machine = _machine()
-        pid = str(os.getpid()).encode()
-        service.put(f"{_PROCESSES}/{self._machine}/{self.rank}", pid, replace=True)
-        known = {int(name): event for name, event in service.listed(f"{_EVENTS}/").items()}
-        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
-        self._next = min(lost, default=max(known, default=-1) + 1)
+        # Sessions entered: name and ranks of their mesh, and `hang_after`.
+        self._entered: list[tuple[str, Sequence[int], float]] = []
+        self._numbers: dict[str, int] = {}  # Of the latest session that was entered, by mesh.
+        # Number and end of the sessions that were left, by mesh, and of the script.
+        self._unsaid: dict[str, tuple[int, str]] = {}
+        self.agreeing_since = float("inf")  # Of an agreement round, if one is going on.
+        self.neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
+        self._alert_until = 0.0
+        self._machine, self._next = _machine() or f"of rank {self.rank}", 0
+        self._said: dict[str, Any] = {}  # By this process of itself.
+        try:
+            self._join()
+        except Unreachable as error:
+            self.note_unreachable(error)
         coordination.replace_shutdown(self._shut_down)
         _process_hooks.before_threads_end(self._say_failure)
         _process_hooks.at_exit(self._say_end)
@@ -106,94 +103,62 @@ class Watch:
                 made = cls._made = cls(service)
             return made
 
+    def _join(self) -> None:
+        """Says that this process is there, and looks where the events go on, or a loss is."""
+        self._say("pid", self._pid)
+        known = {int(name): event for name, event in self.service.listed(f"{_EVENTS}/").items()}
+        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
+        self._next = min(lost, default=max(known, default=-1) + 1)
+
     # ---- called by the user's threads ------------------------------------------------------------
 
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float) -> None:
-        """Notes that this thread enters a session, and watches its movement from now on.
-
-        Args:
-            mesh: names the processes of the session's mesh.
-            ranks: these processes.
-            hang_seconds: how long the thread may stand still; may be infinite.
-        """
+        """Notes that this thread enters a session, and watches its movement from now on."""
         self._movement = Movement(threading.get_ident())
-        self._numbers[mesh] = number = self._numbers.get(mesh, 0) + 1
+        self._numbers[mesh] = self._numbers.get(mesh, 0) + 1
         self._unsaid.pop(mesh, None)
-        self._inside = [*self._inside, (mesh, ranks, number, hang_seconds)]
+        self._entered = [*self._entered, (mesh, ranks, hang_seconds)]
 
     def leave(self, mesh: str, error: BaseException | None) -> None:
         """Says that the thread leaves its session, with an error or without."""
-        at = max((n for n, each in enumerate(self._inside) if each[0] == mesh), default=None)
-        if at is not None:
-            self._inside = self._inside[:at] + self._inside[at + 1 :]
+        at = [number for number, entered in enumerate(self._entered) if entered[0] == mesh]
+        self._entered = [each for number, each in enumerate(self._entered) if number not in at[-1:]]
         if isinstance(error, SystemExit) and error.code:
             self._failure = f"ended by SystemExit: {error.code}"
-        if at is None or any(each[0] == mesh for each in self._inside) or self.lost.is_set():
-            return
-        how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-        state = [self._numbers[mesh], _after(f"left its session{how}")]
-        self._unsaid = {**self._unsaid, mesh: plain.pack(state)}
-        with contextlib.suppress(Unreachable):
-            self._say_left()
-
-    def _say_left(self) -> None:
-        """Says which sessions this process has left, once its devices compute nothing for others:
-        they may wait for that.
-        """
-        if self._unsaid and not pending_ranks() - {self.rank}:
-            said, self._unsaid = self._unsaid, {}
-            for mesh, state in said.items():
-                self.service.put(f"{_OUT}/{mesh}/{self.rank}", state, replace=True)
-                number = plain.unpack(state)[0]
-                if self.service.put(f"{_OUT}/first/{mesh} {number}", b"1"):
-                    self._append("out")
-
-    @contextlib.contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Context manager of an agreement round, during which other ranks may end."""
-        self._agreeing_since, self._list_again = time.monotonic(), True
-        try:
-            yield
-        finally:
-            self._agreeing_since = float("inf")
+        if len(at) == 1 and not self.lost.is_set():
+            how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
+            end = self._numbers[mesh], _after(f"left its session{how}")
+            self._unsaid = {**self._unsaid, mesh: end}
+            self._say_out()
 
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
-        """Raises the error of the loss, if a process is known to be lost.
-
-        Raises:
-            RankLostError: it is.
-        """
+        """Raises `RankLostError` if a process is known to be lost."""
         if self._error is not None:
             self._raised = True
             raise self._error from cause
 
     def raise_if_lost_by(self, error: BaseException) -> None:
-        """Raises if a lost process is the cause of an error.
-
-        Raises:
-            RankLostError: it is.
-        """
+        """Raises `RankLostError` if a lost process is the cause of an error."""
         if isinstance(error, RankLostError | AgreementError) or self._closed:
             return
         if not self.lost.is_set():
             of_jax = isinstance(error, RuntimeError | ValueError)  # Sockets raise others.
             if not (of_jax and _OF_TRANSPORT.search(str(error))):
                 return
-            with contextlib.suppress(Unreachable):
-                self._append("suspect")
-                if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
-                    self._say_lost((), f"a collective failed: {first_line(error)}")
+            self._append("suspect")
+            if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
+                self._append("lost", ranks=[], text=f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> None:
         """Says which ranks of this machine are lost, as their processes have ended."""
-        if self._list_again:
-            listed = self.service.listed(f"{_PROCESSES}/{self._machine}/")
-            self._neighbours, self._list_again = {int(n): int(listed[n]) for n in listed}, False
-        ended = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+        if self.neighbours is None:
+            said = self._said_by_ranks(self._machine)
+            self.neighbours = {rank: said[rank]["pid"] for rank in said}
+        ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
-            self._say_lost(ended, "its process has ended")
+            self._append("lost", ranks=sorted(ended), text="its process has ended")
 
     def note_loss(self, ranks: Sequence[int], why: str) -> None:
         """Records and logs a loss, unless one is recorded."""
@@ -202,27 +167,52 @@ class Watch:
                 return
             are = "is" if len(ranks) == 1 else "are"
             who = f"{readable_ranks(ranks)} of the pod {are} lost" if ranks else "the pod is broken"
-            here, call = f"rank {self.rank}", latest_call()
-            self._error = RankLostError(
-                f"{who}: {why}",
-                ranks,
-                where=f"{here}, {call}" if call else here,
-                hint="start again, on as many processes as there are: sc.restore reads what any "
-                "number of processes saved",
-            )
+            here = ", ".join(filter(None, (f"rank {self.rank}", latest_call())))
+            hint = "start again, on as many processes as there are: sc.restore reads what any "
+            hint += "number of processes saved"
+            self._error = RankLostError(f"{who}: {why}", ranks, where=here, hint=hint)
             self._lost_at = time.monotonic()
             self.lost.set()
             if not self._failure:
                 _log.error("%s", self._error.what)
 
-    def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
-        """Appends an event; after those of other ranks that come meanwhile, or then not."""
-        event, number = plain.pack({"kind": kind, "by": self.rank, **more}), self._next
-        while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
-            number += 1
+    def note_unreachable(self, error: Unreachable) -> None:
+        """Records the loss of rank 0, which runs the coordination service."""
+        self.note_loss([0], f"its coordination service does not answer ({first_line(error)})")
 
-    def _say_lost(self, ranks: Iterable[int], why: str) -> None:
-        self._append("lost", ranks=sorted(ranks), why=why)
+    # ---- what is said ----------------------------------------------------------------------------
+
+    def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
+        """Appends an event, which all handle: after those that others append, or then not."""
+        event, number = plain.pack({"kind": kind, "by": self.rank, **more}), self._next
+        with contextlib.suppress(Unreachable):  # Which the watching thread notices.
+            while not self.service.put(f"{_EVENTS}/{number}", event) and not or_not:
+                number += 1
+
+    def _say(self, what: str, value: Any) -> None:
+        """Says something of this process, beside what it has said before."""
+        with contextlib.suppress(Unreachable), self._saying:
+            self._said[what] = value
+            place = f"{_RANKS}/{self._machine}/{self.rank}"
+            self.service.put(place, plain.pack(self._said), replace=True)
+
+    def _said_by_ranks(self, machine: str = "") -> dict[int, dict[str, Any]]:
+        """Returns what ranks have said of themselves: those of a machine, or all."""
+        listed = self.service.listed(f"{_RANKS}/{machine}")
+        return {int(name.rpartition("/")[2]): plain.unpack(said) for name, said in listed.items()}
+
+    def _say_out(self) -> None:
+        """Says what this process has left, once no device computes for others: they wait for that.
+
+        The first process that leaves a session has all look often for a while.
+        """
+        if self._unsaid and not pending_ranks() - {self.rank}:
+            unsaid, self._unsaid = self._unsaid, {}
+            for place, (number, how) in unsaid.items():
+                self._say(place, [number, how])
+                with contextlib.suppress(Unreachable):
+                    if self.service.put(f"{_FIRST}/{place} {number}", b"1"):
+                        self._append("out")
 
     # ---- the watching thread ---------------------------------------------------------------------
 
@@ -238,14 +228,24 @@ class Watch:
                     self.service.delete(f"{_EVENTS}/{self._next - _KEPT_EVENTS}")
                     continue
                 number, self._next = self._next, self._next + 1
-                self._handle(number, plain.unpack(event))
+                match plain.unpack(event):
+                    case {"kind": "out"}:
+                        self._alert_until = time.monotonic() + _ALERT_SECONDS
+                    case {"kind": "suspect"}:
+                        self.neighbours = None
+                        self.look_for_ended()
+                    case {"kind": "hang", "text": text}:
+                        self._report_hang(number, text)
+                    case {"kind": "lost", "by": by, "ranks": ranks, "text": text}:
+                        self.note_loss(
+                            ranks, text if by in ranks else f"{text} (rank {by} noticed)"
+                        )
                 if not (self.lost.is_set() or self._ended):
                     self._look()
             except Unreachable as error:
                 if self._closed or self._ended or coordination.service() is None:
                     return
-                why = f"its coordination service does not answer ({first_line(error)})"
-                self.note_loss([0], why)
+                self.note_unreachable(error)
             except Exception:  # The thread must go on, as it alone detects losses.
                 if not self._has_failed:
                     _log.exception("the detection of lost processes failed once, and goes on")
@@ -255,95 +255,69 @@ class Watch:
             self._exit_if_stuck()
             time.sleep(0.5)
 
-    def _handle(self, number: int, event: dict[str, Any]) -> None:
-        by = event["by"]
-        match event["kind"]:
-            case "out":
-                self._alert_until = time.monotonic() + _ALERT_SECONDS
-            case "suspect":
-                self._list_again = True
-                self.look_for_ended()
-            case "hang":
-                self._report_hang(number, event["text"])
-            case "lost":
-                noticed = "" if by in event["ranks"] else f" (rank {by} noticed)"
-                self.note_loss(event["ranks"], f"{event['why']}{noticed}")
-
     def _look(self) -> None:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
         still = self._movement.look()
-        agreeing = max(time.monotonic() - self._agreeing_since, 0.0)
-        self._say_left()
-        if not self._inside:
+        agreeing = max(time.monotonic() - self.agreeing_since, 0.0)
+        self._say_out()
+        if not self._entered:
             return
-        mesh, ranks, session, hang_seconds = self._inside[-1]
+        mesh, ranks, hang_seconds = self._entered[-1]
         if still < 0.5 and not agreeing:
             self._reported_hang = False
         if (still > _STILL_SECONDS and self._movement.waits_for_device) or agreeing > 1:
             self.look_for_ended()
             if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
-                out = self._out(mesh, session, ranks)
+                out: dict[int, str] = {}
+                for rank, said in self._said_by_ranks().items():
+                    number, how = said.get(_SCRIPT) or said.get(mesh, (0, ""))
+                    if rank in ranks and number >= self._numbers[mesh]:
+                        out[rank] = how
                 computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
-                waited_for = {r for r in out if agreeing or r in computing or not computing}
-                if waited_for:
-                    why = "; ".join(dict.fromkeys(out[rank] for rank in sorted(waited_for)))
-                    waits = f"while rank {self.rank} waits at {self._movement.where}"
-                    return self._say_lost(waited_for, f"{why}, {waits}")
+                gone = sorted(r for r in out if agreeing or r in computing or not computing)
+                if gone:
+                    why = "; ".join(dict.fromkeys(out[rank] for rank in gone))
+                    text = f"{why}, while rank {self.rank} waits at {self._movement.where}"
+                    return self._append("lost", ranks=gone, text=text)
         if max(still, agreeing) > hang_seconds and not self._reported_hang:
             text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
             self._append("hang", or_not=True, text=text)
 
-    def _out(self, mesh: str, session: int, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns how other ranks have ended, or left a session."""
-        ended = self.service.listed(f"{_OUT}/ended/")
-        left = self.service.listed(f"{_OUT}/{mesh}/")
-        found = {}
-        for rank in set(ranks) - {self.rank}:
-            number, how = plain.unpack(left.get(str(rank), plain.pack([0, ""])))
-            if str(rank) in ended:
-                found[rank] = ended[str(rank)].decode()
-            elif number >= session:
-                found[rank] = how
-        return found
-
     def _report_hang(self, number: int, text: str) -> None:
         """Logs the stacks of this process; rank 0 also where all are."""
-        self._reported_hang, place = True, f"{_WHERE}/{number}"
-        still, call = self._movement.look(), latest_call()
-        where = ", ".join(filter(None, (call, self._movement.where)))
-        self.service.put(f"{place}/{self.rank}", plain.pack([where, still]))
+        self._reported_hang = True
+        self._movement.look()
+        self._say("at", [number, ", ".join(filter(None, (latest_call(), self._movement.where)))])
         _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
-        processes, deadline = self._processes(), time.monotonic() + _ANSWER_SECONDS
-        if self.rank == min(processes):
-            while True:
-                answers = self.service.listed(f"{place}/")
-                if len(answers) == len(processes) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.2)
-            rows = {int(rank): plain.unpack(answers[rank]) for rank in answers}
-            _log.warning(
-                "%s. The ranks are here:\n  %s", text, table(rows, processes - rows.keys())
-            )
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while self.rank == 0:
+            places: dict[str, list[int]] = {}
+            for rank, said in sorted(self._said_by_ranks().items()):
+                of_hang, place = said.get("at", (-1, ""))
+                places.setdefault(place if of_hang == number else "no answer", []).append(rank)
+            if "no answer" not in places or time.monotonic() > deadline:
+                rows = [f"{readable_ranks(places[place])}: {place}" for place in places]
+                return _log.warning("%s. The ranks are here:\n  %s", text, "\n  ".join(rows))
+            time.sleep(0.2)
 
     def _exit_if_stuck(self) -> None:
         """Ends the process if its main thread cannot raise the loss: it is in a call that only the
         lost rank could end, which Python cannot interrupt.
         """
         still = min(self._movement.look(), time.monotonic() - self._lost_at)
-        had_raised = self._raised
-        limit = _LEAVE_SECONDS if had_raised else _RAISE_SECONDS
+        limit = _LEAVE_SECONDS if self._raised else _RAISE_SECONDS
         if not self._movement.waits_for_device or still < limit:
             return
-        give_up = _process_hooks.exit_after(2 * _LAST_SECONDS)  # A stream may block.
+        self._leave_pod()
+        if not self._movement.look():
+            return  # The ends of other ranks have ended its call.
+        _process_hooks.exit_after(_LAST_SECONDS)  # A stream may block.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
             place = f"the thread waits at {self._movement.where}, and cannot raise this error"
             sys.stderr.write(f"{name}: {self._error}\n{place}\n")
             sys.stderr.flush()
-        self._leave_pod()
-        if self._raised and not had_raised:  # The ends of other ranks have ended its call.
-            return give_up()
         os._exit(1)
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -353,23 +327,19 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if error is not None and not self._failure:
             self._failure = f"ended by {first_line(error)}"
-        if self._failure and not (self._closed or self.lost.is_set()):
-            with contextlib.suppress(Unreachable):
-                self._say_lost([self.rank], _after(self._failure))
-                self.lost.wait(_ANSWER_SECONDS)
+        if self._failure and not (self._closed or self.lost.is_set() or os.getpid() != self._pid):
+            self._append("lost", ranks=[self.rank], text=_after(self._failure))
+            self.lost.wait(_ANSWER_SECONDS)
 
     def _say_end(self, how: str = "ended its script") -> None:
         """Says that this process ends, once its devices compute nothing for others."""
         if self._closed or self._ended or self._failure or os.getpid() != self._pid:
             return
-        while pending_ranks() - {self.rank} and not self.lost.is_set():
+        self._unsaid = {**self._unsaid, _SCRIPT: (_LAST_NUMBER, _after(how))}
+        while self._unsaid and not self.lost.is_set():
+            self._say_out()
             time.sleep(0.05)
         self._ended = how  # From now on JAX has no backend to ask for arrays.
-        with contextlib.suppress(Unreachable):
-            if not self.lost.is_set():
-                self.service.put(f"{_OUT}/ended/{self.rank}", _after(how).encode())
-                if self.service.put(f"{_OUT}/first/ended", b"1"):
-                    self._append("out")
 
     def _shut_down(self, shut_down: Callable[[], None]) -> None:
         """Replaces `jax.distributed.shutdown`, which JAX also calls at exit.
@@ -379,8 +349,6 @@ class Watch:
         """
         if os.getpid() != self._pid:
             return shut_down()
-        if not threading.main_thread().is_alive():
-            self._say_failure()
         self._say_end("called jax.distributed.shutdown()")
         if self.lost.is_set() or self._failure:
             self._leave_pod()
@@ -391,21 +359,9 @@ class Watch:
         self._thread.join(2.0)
 
     def _leave_pod(self) -> None:
-        """Leaves a broken pod; rank 0 waits for the others, as the service ends with it."""
-        lost = set(self._error.ranks) if self._error is not None else set()
-        with contextlib.suppress(Unreachable):
-            self.service.put(f"{_GONE}/{self.rank}", b"1")
-            deadline = time.monotonic() + _LAST_SECONDS
-            others = self._processes() - lost - {0} if self.rank == 0 else set()
-            while others - {int(rank) for rank in self.service.listed(f"{_GONE}/")}:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.1)
-            # JAX aborts a process that still runs when its service ends.
-            time.sleep(1.0 if others else 0.0)
-
-    def _processes(self) -> set[int]:
-        return {int(name.split("/")[1]) for name in self.service.listed(f"{_PROCESSES}/")}
+        """Leaves a broken pod; rank 0 last: JAX aborts the others when its service ends."""
+        if self.rank == 0:
+            time.sleep(max(self._lost_at + _LAST_SECONDS - time.monotonic(), 0.0))
 
 
 def _after(how: str) -> str:
@@ -414,25 +370,16 @@ def _after(how: str) -> str:
 
 
 def _machine() -> str:
-    """Returns a name of this machine and of the namespace of its process identifiers."""
-    parts = [socket.gethostname()]
+    """Names this machine and the namespace of its process identifiers; empty except on Linux."""
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
-    return "-".join(parts)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether a process of this machine has certainly ended."""
+    """Returns whether a process of this machine has ended, though its parent may not know yet."""
     try:
-        file = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except (OSError, AttributeError):
-        return False
-    try:
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(file)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()

@@ -20,7 +20,6 @@ from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.signature import Leaf, Path, Signature, short_type, shorten
 from stepcache.events import Change, Miss
 from stepcache.origin import file_label, is_users_file
-from stepcache.pods.global_arrays import part_of, spans_processes
 from stepcache.programs.prediction import Prediction, file_digest
 from stepcache.programs.store import ProgramStore
 
@@ -171,8 +170,6 @@ def compared_with_earlier_run(
 
 def _leaf_text(leaf: Leaf) -> str:
     kind = short_type(leaf.shape, leaf.dtype)
-    if spans_processes(leaf.sharding) and (part := part_of(leaf.sharding, leaf.shape)):
-        kind = f"{short_type(part, leaf.dtype)} of {kind}"
     weak = " weak" if leaf.weak_type else ""
     layout = f" {leaf.layout}" if leaf.layout is not None else ""
     return f"{kind}{weak} {_sharding_text(leaf.sharding)}{layout}"

@@ -5,7 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from stepcache.pods.hang import Movement, stacks, table
+from stepcache.pods.hang import Movement, stacks
 
 
 def code(x):
@@ -58,13 +58,3 @@ def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
     assert movement.look() == 0.0
     over.set()
     thread.join()
-
-
-def test_ranks_at_the_same_place_share_a_line():
-    rows = {0: ("call 6 of train, a.py:3 f()", 4.2), 2: ("b.py:1 g()", 70.0)}
-    rows |= dict.fromkeys((1, 3), ("call 6 of train, a.py:3 f()", 5.4))
-    assert table(rows, {4, 5, 6}).splitlines() == [
-        "ranks 0–1, 3: call 6 of train, a.py:3 f(), for 5 s",
-        "  rank 2: b.py:1 g(), for 70 s",
-        "  ranks 4–6: no answer",
-    ]

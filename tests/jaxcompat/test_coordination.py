@@ -2,21 +2,18 @@
 
 import threading
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepcache.errors import AgreementError, RankLostError
+from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Service, Unreachable
-from stepcache.link import plain
-from stepcache.pods.replicas import _differing
-from stepcache.pods.rounds import MAX_SIDES, Round
+from stepcache.pods.rounds import MAX_SIDES, Peers, Round, _packed, _sides
 from stepcache.pods.watch import Watch
-from stepcache.programs.together import Decision, Report, Roles, decide
+from stepcache.programs.together import givers
 
 
 class Names:
@@ -55,151 +52,116 @@ class Names:
         return [(each, self.values[each]) for each in self.values if each.startswith(name)]
 
 
-CONTRIBUTIONS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]), min_size=1)
+PAYLOADS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]), min_size=1)
 
 
-def watching(names, rank):
-    """What a round uses of the detection of losses, of one rank."""
-    return SimpleNamespace(
-        rank=rank,
-        service=Service(names),
-        raise_if_lost=lambda: None,
-        look_for_ended=lambda: None,
-        log_everywhere=lambda text, gives_up: None,
-    )
+def peers_over(names, rank, ranks):
+    """Peers whose detection of losses sees none."""
+    watch = object.__new__(Watch)
+    watch.service, watch.rank, watch.rounds = Service(names), rank, {}
+    watch.lost, watch._noting = threading.Event(), threading.Lock()
+    watch._error, watch._failure = None, ""
+    watch.look_for_ended = lambda: None
+    return Peers(tuple(ranks), watch, 9.0)
 
 
-def exchanged(contributions, merge=None):
-    """Runs an exchange of all ranks at once; returns its results by rank, and the service."""
-    names, ranks = Names(), sorted(contributions)
-
-    def take_part(rank):
-        current = Round("round", ranks, watching(names, rank), "train", "", 60.0)
-        if merge is None:
-            return current.gather("topic", contributions[rank])
-        return current.merge("topic", contributions[rank], merge)
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return dict(zip(ranks, pool.map(take_part, ranks), strict=True)), names
+def round_over(names, rank, ranks, seconds=9.0):
+    return Round(peers_over(names, rank, ranks), "round", "train", "", seconds)
 
 
-@given(CONTRIBUTIONS)
-def test_all_gather_what_each_contributes(contributions):
-    results, _ = exchanged(contributions)
-    assert all(each == contributions for each in results.values())
-
-
-def test_a_result_is_short_where_all_contribute_the_same():
-    _, names = exchanged(dict.fromkeys(range(100), b"x" * 100))
-    assert len(names.values["round/topic/result"]) < 200
-
-
-def test_one_rank_merges_for_all():
-    merges = []
-
-    def merge(contributions):
-        merges.append(contributions)
-        return b" ".join(contributions.values())
-
-    results, _ = exchanged({2: b"two", 0: b"zero", 1: b"one"}, merge)
-    assert set(results.values()) == {b"zero one two"} and len(merges) == 1
-
-
-def test_a_merge_that_fails_is_an_error_on_all_ranks():
-    def merge(contributions):
-        raise ValueError("malformed")
-
-    for rank in range(2):
-        with pytest.raises(AgreementError, match="could not agree on train: ValueError: malformed"):
-            exchanged({rank: b""}, merge)
-
-
-def test_an_error_does_not_grow_with_the_missing_ranks():
+def at_once(ranks, take_part):
+    """What all ranks return who take part at the same time, by rank; and the service."""
     names = Names()
-    current = Round("round", range(0, 4000, 2), watching(names, 0), "train", "", 0.01)
-    with pytest.raises(AgreementError, match=r"ranks 2, 4, .* did not take part"):
-        current.merge("topic", b"", lambda contributions: b"")
-    assert len(names.values["round/topic/result"]) < 500
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        returned = pool.map(lambda rank: take_part(names, rank), ranks)
+        return dict(zip(ranks, returned, strict=True)), names
 
 
-def test_what_differs_does_not_grow_with_the_groups():
-    """As where all ranks of a mesh hold pairs of shards that differ."""
-    groups = {rank: {f"{rank // 2}": f"{rank}"} for rank in range(4000)}
+@given(PAYLOADS)
+def test_all_gather_the_payload_of_each(payloads):
+    ranks = sorted(payloads)
 
-    def differing(groups):
-        return _differing({rank: plain.pack(each) for rank, each in groups.items()})
+    def take_part(names, rank):
+        return peers_over(names, rank, ranks).gather("train", payloads[rank])
 
-    assert len(differing(groups)) < 500
-    found = plain.unpack(differing({0: {"a": "1"}, 1: {"a": "2", "b": "1"}, 2: {"b": "2"}}))
-    assert list(found) == ["a", "b"]
-
-
-def decided(reports):
-    packed = decide({rank: plain.pack(each) for rank, each in reports.items()})
-    decision = Decision(*plain.unpack(packed))
-    roles = {program: Roles(*each) for program, each in decision.roles.items()}
-    return decision._replace(roles=roles), len(packed)
+    results, _ = at_once(ranks, take_part)
+    assert all(each == payloads for each in results.values())
 
 
-def report(rank, holds="", **other):
-    fields = {"module": "m", "program": "p", "holds": holds, "directory": f"directory {rank}"}
-    return Report(**{"label": "train", "call": "call", "values": "same"} | fields | other)
+@given(st.dictionaries(st.integers(0, 20), st.dictionaries(st.sampled_from("ab"), st.text())))
+def test_all_know_the_entries_that_differ(entries):
+    def take_part(names, rank):
+        return round_over(names, rank, sorted(entries)).compare("topic", entries[rank])
+
+    results, _ = at_once(sorted(entries), take_part) if entries else ({}, None)
+    for differing in results.values():
+        for name in "ab":
+            values = {rank: each[name] for rank, each in entries.items() if name in each}
+            sides = differing.get(name, [])
+            assert bool(sides) == (len(set(values.values())) > 1)
+            assert all(values[rank] == value for value, ranks in sides for rank in ranks)
+            sizes = [len(ranks) for _, ranks in sides]
+            assert sizes == sorted(sizes, reverse=True)
+            assert sum(sizes) in (0, len(values)) or len(sides) == MAX_SIDES
 
 
-def test_the_first_rank_that_has_the_program_leads():
-    decision, _ = decided(
-        {rank: report(rank, "disk" if rank in (2, 3) else "") for rank in range(5)}
-    )
-    roles = decision.roles["p"]
-    assert (roles.leader, roles.compiles, roles.receivers) == (2, False, [[0, 1], [4, 4]])
-    decision, _ = decided({rank: report(rank, directory="one") for rank in range(5)})
-    roles = decision.roles["p"]
-    assert (roles.leader, roles.compiles, roles.receivers) == (0, True, [[1, 4]])
-    assert roles.shares_directory
-    decision, _ = decided({rank: report(rank, "memory" if rank < 2 else "") for rank in range(4)})
-    assert (decision.roles["p"].leader, decision.roles["p"].receivers) == (2, [[3, 3]])
-    decision, _ = decided({rank: report(rank, "disk") for rank in range(3)})
-    assert not decision.roles
+def test_a_result_is_short_where_all_have_the_same():
+    _, names = at_once(range(100), lambda names, rank: compared(names, rank, "x" * 100))
+    assert len(names.values["round/topic/result"]) < 50
 
 
-def test_each_kind_of_host_has_its_own_leader():
-    decision, _ = decided({rank: report(rank, program=f"p{rank % 2}") for rank in range(4)})
-    assert {name: roles.leader for name, roles in decision.roles.items()} == {"p0": 0, "p1": 1}
-    assert decision.differing == ""
+def compared(names, rank, value):
+    return round_over(names, rank, range(100)).compare("topic", {"value": value})
 
 
-def test_a_decision_does_not_grow_with_the_ranks():
-    """Also where each calls something else, lowers its rank, and passes other values."""
-    for other in (
-        lambda rank: {"values": f"{rank}"},
-        lambda rank: {"call": f"call {rank}"},
-        lambda rank: {"call": f"call {rank % 2}"},
-        lambda rank: {"module": f"module {rank}"},
-        lambda rank: {"module": "", "program": "", "error": f"rank {rank} failed"},
-    ):
-        decision, size = decided({rank: report(rank, **other(rank)) for rank in range(4000)})
-        assert size < 2000 and decision.differing and 1 < len(decision.sides) <= MAX_SIDES
+def test_an_error_of_very_many_missing_ranks_is_short():
+    current = round_over(Names(), 0, range(0, 4000, 2), 0.01)
+    with pytest.raises(AgreementError, match=r"ranks 2, 4, .* did not take part") as raised:
+        current.compare("topic", {})
+    assert len(raised.value.sides[0]) == 1999 and len(raised.value.what) < 500
+
+
+def test_what_differs_grows_with_the_ranks_by_their_numbers_alone():
+    """Also where all have other values, or hold pairs of shards that differ."""
+    values = {rank: {"same": "", "two": "x" * (rank % 2), "all": f"{rank}"} for rank in range(4000)}
+    assert len(_packed(_sides(values))) < 3 * 4000
+    sides = _sides(values)
+    assert list(sides) == ["two", "all"] and len(sides["all"]) == MAX_SIDES
+    pairs = _sides({rank: {f"{rank // 2}": f"{rank}"} for rank in range(4000)})
+    assert len(pairs) == MAX_SIDES and pairs["3"] == [("6", [6]), ("7", [7])]
+
+
+def test_the_first_rank_that_has_the_program_gives_it():
+    assert givers("p", [("p ", (0, 1, 4)), ("p disk", (2, 3))]) == (2, [0, 1, 4], False)
+    assert givers("p", [("p ", (0, 1, 2))]) == (0, [1, 2], True)
+    assert givers("p", [("p memory", (0, 1)), ("p ", (2, 3))]) == (2, [3], True)
+    for holds in ("disk", "memory"):
+        assert givers("p", [(f"p {holds}", (0, 1))]) == (-1, [], False)
+
+
+def test_one_rank_of_each_kind_of_host_gives_its_program():
+    sides = [("p ", (0, 2)), ("q ", (1, 3, 4))]
+    assert givers("p", sides) == (0, [2], True) and givers("q", sides) == (1, [3, 4], True)
 
 
 def test_who_announces_itself_is_waited_for():
-    names = Names()
-    late, early = (Round("round", (0, 1), watching(names, n), "train", "", 0.2) for n in (1, 0))
-    late.announce()
+    def take_part(names, rank):
+        current = round_over(names, rank, (0, 1), 0.2)
+        if rank:
+            current.announce()
+            time.sleep(1.5)
+        else:
+            time.sleep(0.1)
+        return current.compare("topic", {"value": "early" if rank == 0 else "late"})
 
-    def come():
-        time.sleep(1.5)
-        return late.merge("topic", b"late", lambda found: found[1])
-
-    with ThreadPoolExecutor() as pool:
-        coming = pool.submit(come)
-        assert early.merge("topic", b"early", lambda found: found[1]) == b"late"
-        assert coming.result() == b"late"
+    results, _ = at_once((0, 1), take_part)
+    assert results[0] == results[1] == {"value": [["early", [0]], ["late", [1]]]}
 
 
 def test_chunks_arrive_whole_and_are_freed_by_the_last_receiver(monkeypatch):
     monkeypatch.setattr("stepcache.pods.rounds.CHUNK_BYTES", 10)
     names, data = Names(), bytes(range(256))
-    rounds = [Round("round", range(3), watching(names, n), "train", "", 9.0) for n in range(3)]
+    rounds = [round_over(names, rank, range(3)) for rank in range(3)]
     rounds[0].send("program", data, 2)
     assert rounds[1].receive("program", 0) == data
     assert any("/program/" in name for name in names.values)
@@ -208,33 +170,35 @@ def test_chunks_arrive_whole_and_are_freed_by_the_last_receiver(monkeypatch):
 
 
 def test_what_some_explain_may_be_larger_than_a_message(monkeypatch):
-    """As the text of a module."""
+    """As the text of a module. The first rank of each side explains, and all compare."""
     monkeypatch.setattr("stepcache.pods.rounds.CHUNK_BYTES", 10)
-    names = Names()
+    text = "".join(map(chr, range(99)))
 
-    def take_part(rank):
-        current = Round("round", range(3), watching(names, rank), "train", "", 9.0)
-        return current.explained_by(
-            "text", (0, 2), lambda: f"{rank}" + "".join(map(chr, range(99)))
-        )
+    def take_part(names, rank):
+        def changes(usual, other):
+            return [Change("value", text, usual, other)]
 
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(take_part, range(3)))
-    assert found[0] == found[1] == found[2] and sorted(found[0]) == [0, 2]
-    assert found[0][2] == "2" + "".join(map(chr, range(99)))
-    assert not any("/text/" in name for name in names.values), "it is freed"
+        sides = [[("", (1, 2)), ("", (0,))]]
+        with pytest.raises(AgreementError) as raised:
+            round_over(names, rank, range(3)).raise_differing(
+                "they differ:", sides, f"{text}{rank}", changes, "hint"
+            )
+        return raised.value
+
+    errors, names = at_once(range(3), take_part)
+    for error in errors.values():
+        assert error.changes == (Change("value", text, f"{text}1", f"{text}0"),)
+        assert error.sides == ((1, 2), (0,))
+        assert error.what == f"they differ:\n  {text}: rank 0 {text}0; ranks 1–2 {text}1"
+    assert not any("/explained/" in name for name in names.values), "it is freed"
 
 
 def test_a_loss_is_shown_without_the_call_that_failed_of_it():
-    watch = object.__new__(Watch)
-    watch.rank, watch.service = 1, Service(Names())
-    watch.lost, watch._noting = threading.Event(), threading.Lock()
-    watch._error, watch._failure = None, ""
-    round = Round("round", (0, 1), watch, "train", "", 1.0)
+    peers = peers_over(Names(), 1, (0, 1))
     with pytest.raises(RankLostError, match="rank 0 of the pod is lost") as raised:
-        with round._losses_raised():
+        with peers.round("train"):
             raise Unreachable("a process is lost")
-    assert "Unreachable" not in "".join(traceback.format_exception(raised.value))
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
 
 
 def test_a_name_has_one_value_unless_it_is_replaced():
