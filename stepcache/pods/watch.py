@@ -146,19 +146,24 @@ class Watch:
             if not (of_jax and _OF_TRANSPORT.search(str(error))):
                 return
             self._append("suspect")
-            if not self.lost.wait(_SUSPECT_SECONDS):  # Nobody says so, or can see it.
+            deadline = time.monotonic() + _SUSPECT_SECONDS
+            while not self.lost.wait(0.2) and time.monotonic() < deadline:
+                with contextlib.suppress(Unreachable):  # Which the watching thread notices.
+                    self.look_for_ended()  # A killed process takes a while to end.
+            if not self.lost.is_set():  # Nobody says so, or can see it.
                 self._append("lost", ranks=[], text=f"a collective failed: {first_line(error)}")
             self.lost.wait(_SUSPECT_SECONDS)
         self.raise_if_lost(error)
 
-    def look_for_ended(self) -> None:
-        """Says which ranks of this machine are lost, as their processes have ended."""
+    def look_for_ended(self) -> bool:
+        """Says which ranks of this machine are lost, as their processes have ended, if any have."""
         if self.neighbours is None:
             said = self._said_by_ranks(self._machine)
             self.neighbours = {rank: said[rank]["pid"] for rank in said}
         ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
             self._append("lost", ranks=sorted(ended), text="its process has ended")
+        return bool(ended)
 
     def note_loss(self, ranks: Sequence[int], why: str) -> None:
         """Records and logs a loss, unless one is recorded."""
@@ -233,7 +238,9 @@ class Watch:
                         self._alert_until = time.monotonic() + _ALERT_SECONDS
                     case {"kind": "suspect"}:
                         self.neighbours = None
-                        self.look_for_ended()
+                        for _ in range(10):  # Here too it may be ending.
+                            if self.look_for_ended() or self.lost.wait(0.2):
+                                break
                     case {"kind": "hang", "text": text}:
                         self._report_hang(number, text)
                     case {"kind": "lost", "by": by, "ranks": ranks, "text": text}:
