@@ -309,7 +309,7 @@ class Watch:
         if not self._movement.waits_for_device or still < limit:
             return
         self._leave_pod()
-        if not self._movement.look():
+        if self._closed or not self._movement.look():
             return  # The ends of other ranks have ended its call.
         _process_hooks.exit_after(_LAST_SECONDS)  # A stream may block.
         with contextlib.suppress(Exception):
@@ -351,6 +351,7 @@ class Watch:
             return shut_down()
         self._say_end("called jax.distributed.shutdown()")
         if self.lost.is_set() or self._failure:
+            self._closed = True  # This thread waits, but is not stuck.
             self._leave_pod()
             coordination.abandon()
         else:
