@@ -223,7 +223,7 @@ class Rank:
             "values": _digest(f"values {self._keys}")[:16],
             "module": _digest(f"module {self._keys}")[:16],
             "program": f"{key} {holds}",
-            "directory": _digest(f"directory {self.rank}")[:8],
+            "directory": "" if holds else _digest(f"directory {self.rank}")[:8],
         }
         with self.peers.round("train", "its first call") as current:
             current.announce()

@@ -158,6 +158,7 @@ class Watch:
             self.neighbours = {rank: said[rank]["pid"] for rank in said}
         ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
+            self.neighbours = {}  # It is said once, though this process may hear of it later.
             self._append("lost", ranks=sorted(ended), text="its process has ended")
 
     def note_loss(self, ranks: Sequence[int], why: str) -> None:

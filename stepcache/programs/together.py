@@ -120,7 +120,7 @@ class Together:
             module = digest_of({"": jaxcompat.module_outline(staged.lowered)})[:16]
         if program and not self._cache.holds_module(program):
             holds = "disk" if store is not None and store.disk.holds("program", program) else ""
-        if store is not None:
+        if store is not None and not holds:  # Others have no use for it.
             with contextlib.suppress(OSError):  # There is no key yet.
                 directory = store.disk.vouch(b"the name of this directory").hex()[:8]
         entries = {
