@@ -143,12 +143,12 @@ class Round:
         compared between these. Raises `AgreementError` if a process does not take part in time.
         """
         service, place = self._service, f"{self._place}/{topic}"
-        service.put(f"{place}/from/{self.rank}", plain.pack(dict(entries)))
+        service.put(f"{place}/from/{self.rank}", _packed(dict(entries)))
         turn = service.add(f"{place}/count")
         if turn == len(self.ranks):
             # One process alone reads all: the bytes grow with the number of processes.
             listed = service.listed(f"{place}/from/")
-            by_rank = {int(rank): plain.unpack(listed[rank]) for rank in listed}
+            by_rank = {int(rank): _unpacked(listed[rank]) for rank in listed}
             service.put(f"{place}/result", _packed({"sides": _sides(by_rank)}))
         looks = [self._late_seconds + (0 if turn == 1 else _FIRST_SECONDS)]
         if turn == 1:

@@ -162,6 +162,7 @@ class Watch:
             self.neighbours = {rank: said[rank]["pid"] for rank in said}
         ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
         if ended and not self.lost.is_set():
+            self.neighbours = {}  # It is said once, though this process may hear of it later.
             self._append("lost", ranks=sorted(ended), text="its process has ended")
         return bool(ended)
 
@@ -316,7 +317,7 @@ class Watch:
         if not self._movement.waits_for_device or still < limit:
             return
         self._leave_pod()
-        if not self._movement.look():
+        if self._closed or not self._movement.look():
             return  # The ends of other ranks have ended its call.
         _process_hooks.exit_after(_LAST_SECONDS)  # A stream may block.
         with contextlib.suppress(Exception):
@@ -358,6 +359,7 @@ class Watch:
             return shut_down()
         self._say_end("called jax.distributed.shutdown()")
         if self.lost.is_set() or self._failure:
+            self._closed = True  # This thread waits, but is not stuck.
             self._leave_pod()
             coordination.abandon()
         else:

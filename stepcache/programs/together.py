@@ -117,18 +117,18 @@ class Together:
         values, module, holds, directory = None, "", "memory", ""
         if staged is not None:
             values, self._module = _replicated_host_values(self._request), staged.module_text()
-            module = digest_of({"": jaxcompat.module_outline(staged.lowered)})
+            module = digest_of({"": jaxcompat.module_outline(staged.lowered)})[:16]
         if program and not self._cache.holds_module(program):
             holds = "disk" if store is not None and store.disk.holds("program", program) else ""
-        if store is not None:
+        if store is not None and not holds:  # Others have no use for it.
             with contextlib.suppress(OSError):  # There is no key yet.
                 directory = store.disk.vouch(b"the name of this directory").hex()[:8]
         entries = {
             "step": label,
-            "call": digest_of(facts),
+            "call": digest_of(facts)[:16],
             "error": error,
             "module": module,
-            "values": digest_of(values) if values is not None else "",
+            "values": digest_of(values)[:16] if values is not None else "",
             "program": f"{program} {holds}",
             "directory": directory,
         }
