@@ -35,6 +35,7 @@ def is_users_file(filename: str) -> bool:
     return not filename.startswith((_OWN_PACKAGE, "<frozen ", *_LIBRARIES))
 
 
+@functools.lru_cache(maxsize=8192)
 def file_label(filename: str, module: str | None = None) -> str:
     """How to name a file, whatever directory the checkout is in: `package/model.py`."""
     if filename.startswith("<") or "ipykernel" in filename:

@@ -121,8 +121,8 @@ def _plan(
         out: Any = NOT_A_HIT
         with first, last if are_few else locked(found):
             try:
-                values = [each.packed for each in masters]
-                passed, named = fill(args, kwargs, nodes, [each.buffers for each in values])
+                taken = [each.packed.buffers for each in masters]
+                passed, named = fill(args, kwargs, nodes, taken)
                 run = functools.partial(over_buffers, **named) if named else over_buffers
                 # A loop: no interrupt comes between what JAX returns and the name `out`, as after
                 # a call.
@@ -138,7 +138,7 @@ def _plan(
                         if kind is not kinds[turn]:  # Another output, which is a tuple too.
                             return put_back(found, out)
                     for turn in turns:
-                        values[back[turn]].buffers = news[turn]
+                        masters[back[turn]].packed.buffers = news[turn]
                         masters[back[turn]].version += 1
                     return join(out, found, nodes)
             except (RuntimeError, ValueError) as error:
