@@ -215,7 +215,7 @@ class Rank:
         from stepcache.programs.together import givers
 
         self._keys += 1
-        key, holds = _digest(f"key {self._keys}"), "disk" if way == "stored" else ""
+        key, holds = _digest(f"key {self._keys}")[:16], "disk" if way == "stored" else ""
         entries = {
             "step": "train.py:train",
             "call": _digest(f"call {self._keys}")[:16],

@@ -129,7 +129,7 @@ class Together:
             "error": error,
             "module": module,
             "values": digest_of(values)[:16] if values is not None else "",
-            "program": f"{program} {holds}",
+            "program": f"{program[:16]} {holds}",
             "directory": directory,
         }
         differing = round.compare("report", entries)
@@ -140,7 +140,7 @@ class Together:
         self.knows_values = "" not in [digest for digest, _ in sides["values"]]
         if values is not None and self.knows_values and "values" in differing:
             compare(round, f"before {label}", {tuple(round.ranks): values})
-        self._giver, self._takers, self._compiles = givers(program, sides["program"])
+        self._giver, self._takers, self._compiles = givers(program[:16], sides["program"])
         self._shares_directory = bool(directory) and "directory" not in differing
 
     def _raise_differing(self, differing: dict[str, Sides], facts: dict[str, str]) -> None:
