@@ -315,7 +315,7 @@ class Engine:
     def _execute(
         self, scope: Scope, request: Request, program: Program, whole: GlobalArguments | None
     ) -> tuple[Any, Any]:
-        call = request.call if whole is None else whole.whole(request.call)
+        call = request.call if whole is None else whole.in_place(request.call)
         try:
             self.calls_back |= program.run.calls_back
             outputs, fast_path = program.run(call.leaves, call.args, call.kwargs)

@@ -38,7 +38,7 @@ class GlobalArguments:
             if placed is not None and _is_local_array(value)
         ]
 
-    def whole(self, call: Call) -> Call:
+    def in_place(self, call: Call) -> Call:
         """The first call with global arrays; itself if it has none to make."""
         if not self._replaced:
             return call

@@ -156,7 +156,7 @@ class Watch:
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> bool:
-        """Says which ranks of this machine are lost, as their processes have ended, if any have."""
+        """Says which ranks of this machine are lost, if the processes of any have ended."""
         if self.neighbours is None:
             said = self._said_by_ranks(self._machine)
             self.neighbours = {rank: said[rank]["pid"] for rank in said}

@@ -201,6 +201,23 @@ def test_a_loss_is_shown_without_the_call_that_failed_of_it():
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
 
 
+def test_a_killed_process_is_named_though_it_takes_a_while_to_end(monkeypatch):
+    """After a collective has failed: its memory is freed before its parent hears of its end."""
+    peers, looks = peers_over(Names(), 1, (0, 1, 2)), iter([False, False, True])
+    watch = peers.watch
+    del watch.look_for_ended
+    watch._closed, watch.neighbours = False, {2: 7}
+    monkeypatch.setattr("stepcache.pods.watch._has_ended", lambda pid: next(looks))
+
+    def append(kind, *, ranks=(), text=""):
+        if kind == "lost":
+            watch.note_loss(ranks, text)
+
+    watch._append = append
+    with pytest.raises(RankLostError, match="rank 2 of the pod is lost: its process has ended"):
+        watch.raise_if_lost_by(RuntimeError("gloo: connection closed by peer"))
+
+
 def test_a_name_has_one_value_unless_it_is_replaced():
     service = Service(Names())
     assert service.put("name", b"1") and not service.put("name", b"2")
