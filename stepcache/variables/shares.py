@@ -39,8 +39,8 @@ class HostLayout(Layout):
     """
 
     on_device: tuple[Buffer, ...]  # As other programs take them.
-    # Flat and padded where a device buffer is replicated. Random keys and buffers without elements,
-    # None, stay on the devices: GPUs hold the latter in no other memory.
+    # Flat and padded where a device buffer is replicated. None stay on the devices: random keys,
+    # weakly typed numbers, and buffers without elements, which GPUs hold in no other memory.
     on_host: tuple[Buffer | None, ...]
 
     @functools.cached_property
@@ -225,7 +225,7 @@ def _check_memory(device: Any, where: str) -> None:
 
 def _on_host(buffer: Buffer) -> Buffer | None:
     sharding: Any = buffer.sharding
-    if is_key_type(buffer.dtype) or buffer.size == 0:
+    if is_key_type(buffer.dtype) or buffer.weak_type or buffer.size == 0:
         return None
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return buffer._replace(sharding=sharding.with_memory_kind(PINNED_HOST))

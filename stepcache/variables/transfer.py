@@ -154,8 +154,7 @@ def pack_on_hosts(
 def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
     """Copies buffers into host memory, shard by shard, without memory of the devices.
 
-    A program moves what only devices hold: weak types that have to be split, and arrays over the
-    processes of a pod that are not split as on the hosts.
+    A program moves arrays over the processes of a pod that are not split as on the hosts.
     """
     stored, moved = [], []
     rows = zip(values, layout.on_host, layout.on_device, strict=True)
@@ -166,7 +165,7 @@ def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> P
             value = _put(value, device)
         elif _matches(value, host) or (is_there and host.shape == device.shape and not spans):
             value = placed(value, host.sharding, may_alias=False)
-        elif spans or device.weak_type:
+        elif spans:
             value = value if is_there else _put(value, device)
             moved.append(number)
         else:
@@ -214,35 +213,28 @@ def _split(value: Any, host: Buffer) -> jax.Array:
 def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:
     """The leaves of a value in host memory, without memory of the devices.
 
-    They are numpy arrays. A leaf that numpy cannot hold is a `jax.Array`: random keys and weak
-    types, on the devices, and a leaf that is split over the processes of a pod, as it is on the
+    They are numpy arrays. What numpy cannot hold is a `jax.Array`: random keys and weakly typed
+    numbers, on the devices, and a leaf that is split over the processes of a pod, as it is on the
     hosts. A pod gathers replicated leaves through its devices, one buffer at a time.
     """
     buffers = []
-    for number, made in enumerate(packed.layout.buffers):
-        leaf = _looked_at(packed.buffers[number], number, layout, meter)
-        if made.sharding is None and isinstance(leaf, jax.Array):
-            leaf = jaxcompat.committed(leaf, False)
+    rows = zip(packed.buffers, packed.layout.buffers, layout.on_host, layout.on_device, strict=True)
+    for number, (value, made, host, device) in enumerate(rows):
+        in_numpy = not (device.weak_type or is_key_type(device.dtype))
+        spans = not value.is_fully_addressable
+        if device.size == 0 and in_numpy:
+            leaf: Any = np.empty(device.shape, device.dtype)
+        elif host is None or (spans and not device.sharding.is_fully_replicated):  # type: ignore[union-attr]
+            leaf = jaxcompat.committed(copy(value), made.sharding is not None)
+        elif spans:
+            (whole,) = layout.part((number,)).read([value])
+            meter[HOST_LINK] += bytes_here(value)
+            meter[DEVICE_LINK] += bytes_here(whole) - bytes_here(value)
+            leaf = in_device_shape(whole, device)
+        else:
+            leaf = in_device_shape(value, device)
         buffers.append(leaf)
     return packed.layout.unpack(buffers)
-
-
-def _looked_at(value: Any, number: int, layout: HostLayout, meter: Meter) -> Any:
-    host, device = layout.on_host[number], layout.on_device[number]
-    sharding: Any = device.sharding
-    spans = not value.is_fully_addressable
-    in_numpy = not (device.weak_type or is_key_type(device.dtype))
-    if host is None and device.size == 0 and in_numpy:
-        return np.empty(device.shape, device.dtype)
-    if host is None or (spans and not sharding.is_fully_replicated):
-        return copy(value)
-    if device.weak_type and not device.shape and not spans:
-        return jax.device_put(in_device_shape(value, device).item(), sharding)
-    if spans or device.weak_type:  # Only a program gives an array a weak type.
-        source, (value,) = value, layout.part((number,)).read([value])
-        meter[HOST_LINK] += bytes_here(source)
-        meter[DEVICE_LINK] += bytes_here(value) - bytes_here(source)
-    return value if device.weak_type else in_device_shape(value, device)
 
 
 def in_device_shape(value: jax.Array, device: Buffer) -> np.ndarray:
