@@ -112,11 +112,6 @@ def placer_of(name: str, on_device: Replicated | Sharded, placer: Placer | None)
     return Placer(placer.mesh, on_device.rules, None)
 
 
-def blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A template for an array in this process's memory, which takes none itself."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
-
-
 def abstract(leaf: Any) -> Any:
     """The shape and type of a leaf, as JAX's aval; None if it is no array with a value."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jaxcompat.Tracer):

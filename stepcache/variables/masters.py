@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import Parameters, blank, describe, stand_in
+from stepcache.variables.describing import Parameters, describe, stand_in
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
     Layout,
@@ -130,14 +132,21 @@ class Master:
 
     def templates(self) -> Any:
         """The tree, with the types and shardings in which `restore` reads its leaves."""
-        return self.layout.tree.unflatten(
-            # orbax does not keep the type of a number.
-            x.dtype.type(0).item() if x.weak_type and not x.shape else self._template(x)
-            for x in self.layout.slots
-        )
 
-    def _template(self, slot: Slot) -> Any:
-        return blank(slot.shape, slot.dtype)
+        def template(slot: Slot) -> Any:
+            if slot.weak_type and not slot.shape:  # orbax does not keep the type of a number.
+                return slot.dtype.type(0).item()
+            is_key = is_key_type(slot.dtype)
+            place = slot.sharding if is_key else self._place_of(slot)
+            if place is None and not is_key:  # In this process's memory, of which it takes none.
+                return np.broadcast_to(np.zeros((), slot.dtype), slot.shape)
+            return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=place)
+
+        return self.layout.tree.unflatten(map(template, self.layout.slots))
+
+    def _place_of(self, slot: Slot) -> Sharding | None:
+        """Where a leaf is kept; None where this process can have all of it."""
+        return None
 
     @property
     def is_lost(self) -> bool:
@@ -184,10 +193,8 @@ class OnDevices(Master):
     def copied(self) -> OnDevices:
         return OnDevices(transfer.copied(self.packed))
 
-    def _template(self, slot: Slot) -> Any:
-        if slot.sharding is None and not is_key_type(slot.dtype):
-            return blank(slot.shape, slot.dtype)
-        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
+    def _place_of(self, slot: Slot) -> Sharding | None:
+        return slot.sharding
 
 
 class InHostMemory(Master):
@@ -207,7 +214,7 @@ class InHostMemory(Master):
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
         way, readers = ("host", "devices", "gather"), reader.arguments
-        moved = links(*self.host_layout.read_bytes)
+        moved = links(*self.host_layout.bytes)
         if copy is None:
             return (Transfer(variable, self.version, *way, chosen, readers, moved, self.extent),)
         there = ("host", "devices", "none", why, readers)
@@ -267,7 +274,7 @@ class InHostMemory(Master):
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
-        moved = links(self.host_layout.write_bytes)
+        moved = links(self.host_layout.bytes[0])
         return (Transfer(variable, self.version + 1, *way, moved, extent=self.extent),)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
@@ -306,13 +313,10 @@ class InHostMemory(Master):
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
 
-    def _template(self, slot: Slot) -> Any:
+    def _place_of(self, slot: Slot) -> Sharding | None:
         array = self.packed.buffers[slot.buffer]
-        if is_key_type(array.dtype):
-            return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=slot.sharding)
-        if slot.offset is not None or array.is_fully_addressable or array.shape != slot.shape:
-            return blank(slot.shape, slot.dtype)
-        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=array.sharding)
+        is_whole = array.is_fully_addressable or array.shape != slot.shape  # Else split by rules.
+        return None if is_whole or slot.offset is not None else array.sharding
 
 
 def hold(

@@ -48,13 +48,10 @@ class HostLayout(Layout):
         return {}
 
     @functools.cached_property
-    def write_bytes(self) -> int:
-        """Bytes of all shards on the hosts: a write moves each of them once."""
-        return sum(shards_bytes(host) for host in self.on_host if host is not None)
-
-    @functools.cached_property
-    def read_bytes(self) -> tuple[int, int]:
-        """Bytes that a read moves over the hosts' links, and between devices."""
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that a read moves over the hosts' links, and between devices. A write moves those
+        over the hosts' links back.
+        """
         return self._crossing(shards_bytes)
 
     @functools.cached_property
@@ -82,7 +79,7 @@ class HostLayout(Layout):
 
     def _read(self, buffers: Sequence[Any]) -> list[Any]:
         return [
-            buffer if host is None else _restored(jax.device_put(buffer, _arrival(host)), device)
+            buffer if host is None else _restored(_moved(buffer, host, to_device=True), device)
             for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
         ]
 
@@ -121,7 +118,7 @@ class HostLayout(Layout):
 
     def _write(self, buffers: Sequence[Any]) -> list[Any]:
         return [
-            buffer if host is None else jax.device_put(_flat(buffer, host), _departure(host))
+            buffer if host is None else _moved(_flat(buffer, host), host, to_device=False)
             for buffer, host in zip(buffers, self.on_host, strict=True)
         ]
 
@@ -146,18 +143,13 @@ class HostLayout(Layout):
         return Layout.unpack(self, [_constrained(buffer, at.sharding) for buffer, at in pairs])
 
 
-def _arrival(host: Any) -> Any:
-    """Where a read takes a buffer: without a mesh, to whichever device the program runs on."""
-    return jax.memory.Space.Device if _is_free(host) else host.sharding.with_memory_kind("device")
-
-
-def _departure(host: Any) -> Any:
-    return jax.memory.Space.Host if _is_free(host) else host.sharding
-
-
-def _is_free(host: Any) -> bool:
-    """Whether a program can move a buffer to and from the host without naming a device."""
-    return isinstance(host.sharding, SingleDeviceSharding)
+def _moved(value: Any, host: Any, *, to_device: bool) -> Any:
+    """A buffer in the other memory: without a mesh, of whichever device the program runs on."""
+    if isinstance(host.sharding, SingleDeviceSharding):
+        space = jax.memory.Space
+        return jax.device_put(value, space.Device if to_device else space.Host)
+    on_device = host.sharding.with_memory_kind("device")
+    return jax.device_put(value, on_device if to_device else host.sharding)
 
 
 def _constrained(value: Any, sharding: Any) -> Any:

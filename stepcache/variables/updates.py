@@ -20,7 +20,7 @@ from stepcache.errors import VariablesError
 from stepcache.sharding import Placer, current_max_bytes, current_reader
 from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters
-from stepcache.variables.masters import InHostMemory, Master, OnDevices, Reader, hold
+from stepcache.variables.masters import Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
 from stepcache.variables.plan import HOST_LINK, Plan, Transfer, check_bytes, links
 from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
@@ -115,18 +115,14 @@ class Updates:
             return new
         return [transfer.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in new]
 
-    def _apply(self, update: Any, master: Master, reader: Reader, meter: Meter) -> None:
+    def _apply(self, update: Any, master: Any, reader: Reader, meter: Meter) -> None:
         state = self.state or _NO_STATE
-        if self._on_host:
-            assert isinstance(master, InHostMemory)
-            with jax.default_device(_host_device(self._name)):
-                old_state = state.take(reader, meter)
-                value, new_state = self._run(master.on_host(), old_state, update)
+        with self._computing():
+            taken = master.on_host() if self._on_host else master.take(reader, meter)
+            value, new_state = self._run(taken, state.take(reader, meter), update)
+            if self._on_host:
                 master.store(value, reader.session)
-        else:
-            with self._tracing():
-                value = master.take(reader, meter)
-                value, new_state = self._run(value, state.take(reader, meter), update)
+            else:
                 master.put(value, reader.session, meter)
         if new_state.layout is not state.layout:
             leaves = transfer.unpack(new_state)
@@ -134,7 +130,10 @@ class Updates:
         elif state is not _NO_STATE:
             state.put(new_state, reader.session, meter)
 
-    def _tracing(self) -> contextlib.AbstractContextManager:
+    def _computing(self) -> contextlib.AbstractContextManager:
+        """Context manager in which the optimizer runs."""
+        if self._on_host:
+            return jax.default_device(_host_device(self._name))
         return jaxcompat.tracing_context(self._placer.mesh if self._placer else None)
 
     def _check_budget(
@@ -161,18 +160,17 @@ class Updates:
         """The optimizer's state, or a new one, of zeros where the value is lost."""
         if self.state is not None:
             return self.state
-        layout, init = master.layout, self._write.optimizer.init
+        layout = master.layout
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
             master = OnDevices(transfer.pack(zeros, layout))
-        if not self._on_host:
+        if self._on_host:
+            leaves = list(map(np.asarray, master.leaves(meter)))
+        else:
             leaves = transfer.unpack(master.take(Reader(current_reader(), carried=True), meter))
-            with self._tracing():
-                state = init(layout.tree.unflatten(leaves))
-            return self.held_state(state, master, meter)
-        leaves = map(np.asarray, master.leaves(meter))
-        with jax.default_device(_host_device(self._name)):
-            return self.held_state(init(layout.tree.unflatten(leaves)), master, meter)
+        with self._computing():
+            state = self._write.optimizer.init(layout.tree.unflatten(leaves))
+        return self.held_state(state, master, meter)
 
     def held_state(self, tree: Any, master: Master, meter: Meter) -> Master:
         """A master copy of an optimizer's state, where the optimizer runs."""
