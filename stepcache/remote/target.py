@@ -33,6 +33,7 @@ from stepcache.remote.connection import Connection
 from stepcache.remote.messages import packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
 from stepcache.remote.variables import fed, hold, master_of, placed, state_places
+from stepcache.variables.describing import Placing
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
 
@@ -85,17 +86,17 @@ class Target:
         kinds = [kind.name for kind in mesh.axis_types]
         return [list(mesh.axis_names), list(mesh.axis_sizes), kinds]
 
-    def hold(self, name: str, tree: Any, placement: Any, placer: Any, prefix: str) -> Any:
+    def hold(self, placing: Placing, tree: Any) -> Any:
         """Returns the master of new variables on the tasks; see `variables.hold`."""
         with self.lock:
-            return hold(self, name, tree, placement, placer, prefix)
+            return hold(self, placing, tree)
 
     def check_policies(self, variables: Variables) -> None:
         """Raises `OptionError` for what has no effect where the value is where steps run."""
         given = {
             "placement": isinstance(variables.placement, OnHost),
             "read": variables.read != Read(),
-            "pack": variables._pack,
+            "pack": variables._placing.pack,
         }
         for name in (name for name, is_given in given.items() if is_given):
             raise OptionError(

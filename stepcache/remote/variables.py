@@ -15,7 +15,7 @@ from stepcache.errors import TaskError, VariablesError
 from stepcache.jaxcompat.specs import encode_dtype, encode_spec
 from stepcache.remote.arrays import RemoteArray, fetch_refs
 from stepcache.remote.messages import Kind, Values, packed
-from stepcache.variables.describing import Parameters, describe, named_leaves, placer_of
+from stepcache.variables.describing import Parameters, Placing, describe, named_leaves
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
 from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
@@ -194,9 +194,7 @@ def master_of(variables: Any) -> RemoteMaster:
     return master
 
 
-def hold(
-    target: Any, name: str, tree: Any, placement: Any, placer: Any, prefix: str
-) -> RemoteMaster:
+def hold(target: Any, placing: Placing, tree: Any) -> RemoteMaster:
     """Puts the arrays of a tree on the tasks, unless these hold variables of this name already.
 
     Raises:
@@ -205,13 +203,13 @@ def hold(
         TaskError: the tasks hold variables of this name with other leaves.
     """
     tree = jax.tree_util.tree_map(lambda x: jax.device_get(x) if _is_committed(x) else x, tree)
-    structure, leaves, slots = describe(name, tree, placement, placer, prefix)
+    structure, leaves, slots = describe(placing, tree)
     slots = tuple(
         slot._replace(sharding=leaf.sharding) if isinstance(leaf, RemoteArray) else slot
         for slot, leaf in zip(slots, leaves, strict=True)
     )
     target.connection.ready()
-    master = RemoteMaster(target, name, layout_of(structure, slots))
+    master = RemoteMaster(target, placing.name, layout_of(structure, slots))
     if master.is_new:
         master.store(leaves)
     return master
@@ -219,10 +217,10 @@ def hold(
 
 def state_places(variables: Any) -> tuple[Any, ...]:
     """Returns the shardings of the state of an optimizer: beside the variables that it updates."""
-    placer = placer_of(variables.name, variables.placement, variables._placer)
+    placer = variables._placing.of_leaves()
     assert placer is not None  # The mesh of the tasks.
     layout = variables._layout
-    parameters = Parameters(variables._prefix, layout.slots)
+    parameters = Parameters(variables._placing.prefix, layout.slots)
     shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
     state = jax.eval_shape(variables.write.optimizer.init, layout.tree.unflatten(shapes))
     return tuple(parameters.beside(placer, path, x.shape) for path, x in named_leaves(state)[0])

@@ -232,7 +232,8 @@ def _pushes(variables: Variables, carried: bool) -> bool:
 
 def _moved(variables: Variables, placement: Placement, read: Read) -> Variables:
     """A copy of variables in this process, under another placement and policy."""
-    about: dict[str, Any] = {"name": variables._prefix or None, "pack": variables._pack}
+    placing = variables._placing
+    about: dict[str, Any] = {"name": placing.prefix or None, "pack": placing.pack}
     return Variables(variables.value, placement=placement, read=read, **about)
 
 

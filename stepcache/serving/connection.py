@@ -21,7 +21,7 @@ from stepcache.serving.served import Served
 from stepcache.serving.tables import MAX_ROWS, TableType
 from stepcache.sharding import current_placer, processes_of
 from stepcache.units import readable_bytes
-from stepcache.variables.describing import check_not_tracing, describe, joined
+from stepcache.variables.describing import Placing, check_not_tracing, describe, joined
 from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Slot, layout_of
 from stepcache.variables.policy import (
@@ -91,7 +91,8 @@ class Connection:
         check_not_tracing("variables cannot be made", name)
         _check_name(name, "variables")
         _check_policies(placement, read, write, replace_optimizer)
-        structure, leaves, slots = describe(name, tree, placement, current_placer(), name)
+        placing = Placing(name, name, placement, current_placer())
+        structure, leaves, slots = describe(placing, tree)
         _check_leaves(name, slots)
         _check_alone(name)
         layout = layout_of(structure, slots)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import keystr
 
@@ -28,6 +27,32 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """The leaves of a tree with their paths, `layer/w`, and the tree structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(keystr(keys, simple=True, separator="/"), leaf) for keys, leaf in leaves], structure
+
+
+class Placing(NamedTuple):
+    """What the leaves of some variables are called, and how they are placed."""
+
+    name: str  # In messages.
+    prefix: str = ""  # With which the paths for rules begin.
+    placement: Placement = Replicated()
+    placer: Placer | None = None  # Of the session in which the variables were made.
+    pack: bool = False
+
+    @property
+    def on_device(self) -> Replicated | Sharded:
+        """The placement on the devices, of a value that may be kept elsewhere."""
+        placement = self.placement
+        return placement.on_device if isinstance(placement, OnHost) else placement
+
+    def of_leaves(self) -> Placer | None:
+        """What places the leaves on devices: the session's mesh, with the rules of `Sharded`."""
+        if not isinstance(self.on_device, Sharded):
+            return self.placer
+        if self.placer is None:
+            what = "Sharded(rules) splits over a mesh, and there is none"
+            hint = "make the variables inside `with Session(mesh)`"
+            raise VariablesError(what, where=self.name, hint=hint)
+        return Placer(self.placer.mesh, self.on_device.rules, None)
 
 
 class Parameters:
@@ -60,19 +85,13 @@ class Parameters:
 
 
 def describe(
-    name: str,
-    tree: Any,
-    placement: Placement,
-    placer: Placer | None,
-    prefix: str = "",
-    parameters: Parameters | None = None,
+    placing: Placing, tree: Any, parameters: Parameters | None = None
 ) -> tuple[Any, list[Any], tuple[Slot, ...]]:
     """The structure of a tree, its leaves, and what they are and where they go on the devices.
 
     Raises `VariablesError` for a leaf that is no array, or is to be split without a mesh.
     """
-    on_device = placement.on_device if isinstance(placement, OnHost) else placement
-    placer = placer_of(name, on_device, placer)
+    placer = placing.of_leaves()
     devices = set(devices_of(placer.mesh)) if placer is not None else set()
     named, structure = named_leaves(tree)
     described = []
@@ -82,34 +101,24 @@ def describe(
             dtype = getattr(leaf, "dtype", None)  # Such as ">i4", which JAX does not have.
             raise VariablesError(
                 "a leaf is not an array",
-                where=joined(name, path),
+                where=joined(placing.name, path),
                 expected="a jax.Array, a numpy array or a number",
                 got=type(leaf).__name__ + (f" of dtype {dtype!s}" if dtype is not None else ""),
                 hint="keep what is not an array outside, or in the tree's static parts",
             )
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-        if sharding is not None and isinstance(placement, OnHost):
+        if sharding is not None and isinstance(placing.placement, OnHost):
             device = min(sharding.device_set, key=lambda each: each.id)
             sharding = sharding.with_memory_kind(device.default_memory().kind)
         is_placed = isinstance(sharding, NamedSharding) and sharding.device_set == devices
-        if placer is not None and (isinstance(on_device, Sharded) or not is_placed):
+        if placer is not None and (isinstance(placing.on_device, Sharded) or not is_placed):
             if parameters is not None:
                 sharding = parameters.beside(placer, path, aval.shape)
             else:
-                sharding = placer.place(joined(prefix, path), aval.shape, "carry").sharding
+                path_for_rules = joined(placing.prefix, path)
+                sharding = placer.place(path_for_rules, aval.shape, "carry").sharding
         described.append(Slot(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], tuple(described)
-
-
-def placer_of(name: str, on_device: Replicated | Sharded, placer: Placer | None) -> Placer | None:
-    """What places the leaves of variables: the session's mesh, with the rules of `Sharded`."""
-    if not isinstance(on_device, Sharded):
-        return placer
-    if placer is None:
-        what = "Sharded(rules) splits over a mesh, and there is none"
-        hint = "make the variables inside `with Session(mesh)`"
-        raise VariablesError(what, where=name, hint=hint)
-    return Placer(placer.mesh, on_device.rules, None)
 
 
 def abstract(leaf: Any) -> Any:

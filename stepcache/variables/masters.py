@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer, processes_of
+from stepcache.sharding import processes_of
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.describing import Parameters, describe, stand_in
+from stepcache.variables.describing import Parameters, Placing, describe, stand_in
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
     Layout,
@@ -28,7 +28,7 @@ from stepcache.variables.packing import (
     layout_of,
 )
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
-from stepcache.variables.policy import OnHost, Placement, Read, check_for_pod
+from stepcache.variables.policy import OnHost, Read, check_for_pod
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 
@@ -320,27 +320,19 @@ class InHostMemory(Master):
 
 
 def hold(
-    name: str,
-    tree: Any,
-    placement: Placement,
-    placer: Placer | None,
-    policy: Read,
-    meter: Meter,
-    prefix: str = "",
-    pack: bool = False,
-    parameters: Parameters | None = None,
+    placing: Placing, tree: Any, policy: Read, meter: Meter, parameters: Parameters | None = None
 ) -> Master:
     """Copies the arrays of a tree to where a placement says, and counts what moves.
 
-    `name` is for errors, `prefix` for rules; `parameters` are what the tree is the state of. Raises
-    `VariablesError` or `PlacementError` where a leaf, a device or a pod cannot do as asked.
+    `parameters` are what the tree is the state of. Raises `VariablesError` or `PlacementError`
+    where a leaf, a device or a pod cannot do as asked.
     """
-    structure, leaves, described = describe(name, tree, placement, placer, prefix, parameters)
-    layout = layout_of(structure, described, PACKED_BELOW_BYTES if pack else 0)
-    if not isinstance(placement, OnHost):
+    structure, leaves, described = describe(placing, tree, parameters)
+    layout = layout_of(structure, described, PACKED_BELOW_BYTES if placing.pack else 0)
+    if not isinstance(placing.placement, OnHost):
         return OnDevices(transfer.pack(leaves, layout))
-    mesh = placer.mesh if placer else None
+    mesh = placing.placer.mesh if placing.placer else None
     if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
-        check_for_pod(name, placement)
-    on_host = host_layout(layout, mesh, name)
+        check_for_pod(placing.name, placing.placement)
+    on_host = host_layout(layout, mesh, placing.name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

@@ -17,31 +17,22 @@ import numpy as np
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import Placer, current_max_bytes, current_reader
+from stepcache.sharding import current_max_bytes, current_reader
 from stepcache.variables import transfer
-from stepcache.variables.describing import Parameters
+from stepcache.variables.describing import Parameters, Placing
 from stepcache.variables.masters import Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
 from stepcache.variables.plan import HOST_LINK, Plan, Transfer, check_bytes, links
-from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write
+from stepcache.variables.policy import Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
 
 class Updates:
     """The pending updates of some variables, and their optimizer's state."""
 
-    def __init__(
-        self,
-        name: str,
-        write: Write,
-        placement: Placement,
-        placer: Placer | None,
-        prefix: str,
-        pack: bool,
-    ):
-        self._name, self._write, self._prefix = name, write, prefix
-        self._placement, self._placer, self._pack = placement, placer, pack
-        self._on_host = isinstance(placement, OnHost) and placement.update == "host"
+    def __init__(self, placing: Placing, write: Write):
+        self._name, self._placing, self._write = placing.name, placing, write
+        self._on_host = getattr(placing.placement, "update", None) == "host"
         self._run = _over_packed(_rule_of(write), placed=not self._on_host)
         self.state: Master | None = None  # Of the optimizer; before the first push that needs it.
         self.pending = 0  # The number of updates that are pushed and not yet written.
@@ -134,7 +125,8 @@ class Updates:
         """Context manager in which the optimizer runs."""
         if self._on_host:
             return jax.default_device(_host_device(self._name))
-        return jaxcompat.tracing_context(self._placer.mesh if self._placer else None)
+        placer = self._placing.placer
+        return jaxcompat.tracing_context(placer.mesh if placer else None)
 
     def _check_budget(
         self, leaves: Sequence[Any], master: Any, reader: Reader, is_last: bool
@@ -174,12 +166,13 @@ class Updates:
 
     def held_state(self, tree: Any, master: Master, meter: Meter) -> Master:
         """A master copy of an optimizer's state, where the optimizer runs."""
-        parameters = Parameters(self._prefix, master.layout.slots)
-        name, rest = f"{self._name}/optimizer", (Read(), meter, "", self._pack, parameters)
+        parameters = Parameters(self._placing.prefix, master.layout.slots)
+        placing = self._placing._replace(name=f"{self._name}/optimizer")
         if not self._on_host:
-            return hold(name, tree, self._placement, self._placer, *rest)
+            return hold(placing, tree, Read(), meter, parameters)
+        placing = placing._replace(placement=Replicated(), placer=None)
         with jax.default_device(_host_device(self._name)):
-            return hold(name, tree, Replicated(), None, *rest)
+            return hold(placing, tree, Read(), meter, parameters)
 
     def forget_lost_state(self) -> None:
         """Drops a state that a failed push donated: the next push makes a new one."""
@@ -238,4 +231,4 @@ def _host_device(where: str) -> Any:
         raise VariablesError(what, where=where, expected=expected, got=got, hint=hint) from None
 
 
-_NO_STATE = hold("nothing", (), Replicated(), None, Read(), Meter())
+_NO_STATE = hold(Placing("nothing"), (), Read(), Meter())

@@ -27,6 +27,7 @@ from stepcache.sharding import (
 from stepcache.storage.run_activity import Held, Holder, activity_log
 from stepcache.units import counted, html_table, readable_bytes
 from stepcache.variables.describing import (
+    Placing,
     check_not_constant,
     check_not_tracing,
     joined,
@@ -100,10 +101,10 @@ class Variables(NoTree, Holder):
             target.check_policies(self)
         check_policies(placement, read, write)
         if target is not None:
-            self._begin(target.hold(self.name, tree, placement, self._placer, self._prefix))
+            self._begin(target.hold(self._placing, tree))
             self._master.owner = weakref.ref(self)
             return
-        self._begin(hold(self.name, tree, placement, self._placer, read, made, self._prefix, pack))
+        self._begin(hold(self._placing, tree, read, made))
         self._made_of = self._tokens(tree)
         self._warn_of_unmatched_rules()
 
@@ -115,10 +116,10 @@ class Variables(NoTree, Holder):
         own = {"name": name or f"variables{self._number}", "placement": placement}
         vars(self).update(own, read=read, write=write)
         self._lock = threading.RLock()
-        self._placer = current_placer()
-        self._mesh: Mesh | None = self._placer.mesh if self._placer else None
+        placer = current_placer()
+        self._placing = Placing(self.name, name or "", placement, placer, pack)
+        self._mesh: Mesh | None = placer.mesh if placer else None
         self._home, self._views = mesh_identity(self._mesh), {}  # The latter by the mesh.
-        self._prefix, self._pack = name or "", pack
 
     @classmethod
     def _over(
@@ -136,8 +137,7 @@ class Variables(NoTree, Holder):
         self._master = master  # Used under the lock.
         activity_log.watch(self)
         self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
-        placed = self.placement, self._placer, self._prefix
-        self._updates = Updates(self.name, self.write, *placed, self._pack)
+        self._updates = Updates(self._placing, self.write)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
         """Tokens of the host values in a tree, which the processes of a pod compare; by path."""
@@ -146,7 +146,7 @@ class Variables(NoTree, Holder):
         return {path: token_of(leaf) for path, leaf in named_leaves(tree)[0] if is_local(leaf)}
 
     def _warn_of_unmatched_rules(self) -> None:
-        on_device = getattr(self.placement, "on_device", self.placement)
+        on_device = self._placing.on_device
         if not isinstance(on_device, Sharded):
             return
         paths = self._paths()
@@ -309,7 +309,7 @@ class Variables(NoTree, Holder):
         return self._master.layout
 
     def _paths(self) -> Sequence[str]:
-        return [joined(self._prefix, slot.path) for slot in self._layout.slots]
+        return [joined(self._placing.prefix, slot.path) for slot in self._layout.slots]
 
     def _parts_on_devices(self) -> Iterator[tuple[str, jax.Array, slice | None]]:
         """Path and buffer of each leaf on the devices, and its slice of a packed one."""
@@ -326,9 +326,9 @@ class Variables(NoTree, Holder):
         if mesh is self._mesh or self._master.is_resident or mesh_identity(mesh) == self._home:
             return self._master
         if (view := self._views.get(mesh_identity(mesh))) is None:
-            how = self.placement, placer, self.read, Meter(), self._prefix, self._pack
             tree = self._layout.tree.unflatten(self._master.leaves(Meter()))
-            view = self._views[mesh_identity(mesh)] = hold(self.name, tree, *how)
+            view = hold(self._placing._replace(placer=placer), tree, self.read, Meter())
+            self._views[mesh_identity(mesh)] = view
         elif view.version != self._master.version:
             view.assign(self._master.leaves(Meter()), None, Meter())
         view.version = self._master.version
