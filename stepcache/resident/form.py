@@ -66,17 +66,40 @@ class Form(NamedTuple):
             changed[key] = tree.unflatten(x if n is None else change(n, x) for n, x in pairs)
         return changed
 
+    def found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What is in the places of variables. Raises `ValueError` or `KeyError` as `replaced`."""
+        return [
+            x
+            for key, _, tree, numbers in self.places
+            for n, x in zip(
+                numbers,
+                tree.flatten_up_to((kwargs if isinstance(key, str) else args)[key]),
+                strict=True,
+            )
+            if n is not None
+        ]
+
     def over(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], buffers: Sequence[Sequence[Any]]
     ) -> tuple[tuple, dict[str, Any]]:
         """The arguments of a call over buffers, given those of each of the variables."""
-        rest = dict(enumerate(buffers))
-        arguments = arguments_of(args, kwargs)
-        changed = self.replaced(arguments, lambda number, _: tuple(rest.pop(number, ())))
-        return tuple(changed[n] for n in range(len(args))), {name: changed[name] for name in kwargs}
+        rest, passed, named = list(buffers), list(args), dict(kwargs)
+        for key, _, tree, numbers in self.places:
+            holder: Any = named if isinstance(key, str) else passed
+            nodes = tree.flatten_up_to(holder[key])
+            for at, number in enumerate(numbers):
+                if number is not None:
+                    nodes[at], rest[number] = tuple(rest[number]), ()
+            holder[key] = tree.unflatten(nodes)
+        return tuple(passed), named
 
     def put_back(
-        self, carry: Sequence[str], outputs: Any, put: Callable[[int, Sequence[Any]], Any]
+        self,
+        carry: Sequence[str],
+        outputs: Any,
+        put: Callable[[int, Sequence[Any]], Any],
+        *,
+        is_alone: bool | None = None,
     ) -> Any:
         """The outputs of a call over buffers with something else for the buffers that are carried.
 
@@ -85,19 +108,18 @@ class Form(NamedTuple):
             outputs: of the call. They begin with the carry, or are the carry.
             put: gets the number of the variables and their new buffers, and returns what is to be
                 in their place.
+            is_alone: what `comes_alone` says, where it is known.
         """
-        places = {place.name: place for place in self.places}
-
-        def commit(name: str, new: Any) -> Any:
-            if (place := places.get(name)) is None:
-                return new
-            pairs = zip(place.numbers, place.tree.flatten_up_to(new), strict=True)
-            return place.tree.unflatten([x if n is None else put(n, x) for n, x in pairs])
-
-        if self.comes_alone(carry, outputs):
-            return commit(carry[0], outputs)
-        news = map(commit, carry, outputs)
-        return type(outputs)((*news, *outputs[len(carry) :]))
+        if is_alone is None:
+            is_alone = self.comes_alone(carry, outputs)
+        news = [outputs] if is_alone else [*outputs]
+        for place in self.places:
+            if place.name in carry:
+                at = carry.index(place.name)
+                nodes = place.tree.flatten_up_to(news[at])
+                pairs = zip(place.numbers, nodes, strict=True)
+                news[at] = place.tree.unflatten(x if n is None else put(n, x) for n, x in pairs)
+        return news[0] if is_alone else type(outputs)(news)
 
     def comes_alone(self, carry: Sequence[str], outputs: Any) -> bool:
         """Whether outputs are the carry, and not several of which it is the first.

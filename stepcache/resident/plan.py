@@ -78,7 +78,10 @@ def _plan(
     engine: Any,
     other: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A function for calls like one; it gives all others to `other`."""
+    """A function for calls like one; it gives all others to `other`.
+
+    Where each of the variables is an argument by itself, it does without a look at trees.
+    """
     args, kwargs = call.given
     count, names, carried = len(args), kwargs.keys(), call.carried
     masters = [each._master for each in call.variables]
@@ -96,24 +99,35 @@ def _plan(
 
     keeps = engine, [weakref.ref(each, forget) for each in call.variables]
     over_buffers = engine.dispatcher.call
-    take, fill = _arguments(form, numbers, firsts)
-    back, split, join = _outputs(form, carry, is_alone, firsts)
-    turns, kinds = range(len(back)), [type(next(iter(masters[n].arrays()), ())) for n in back]
+    keys: list[Any] = [place.key for place in form.places]
+    are_arguments = all(
+        isinstance(place.key, int) and treedef_is_leaf(place.tree) for place in form.places
+    )
+    fills: list[tuple[int, int, bool]] = []  # Where variables come again, their argument is empty.
+    turns: list[tuple[int, int, int, type]] = []  # If all that is carried comes back as variables.
+    if are_arguments:
+        rows = enumerate(zip(keys, numbers, strict=True))
+        fills = [(key, n, firsts[n] == at) for at, (key, n) in rows]
+        by_name = dict(zip((place.name for place in form.places), numbers, strict=True))
+        back = [by_name[name] for name in carry if name in by_name]
+        kinds = [type(next(iter(masters[n].arrays()), ())) for n in back]
+        if len(back) == len(carry):
+            turns = [(at, n, firsts[n], kinds[at]) for at, n in enumerate(back)]
 
-    def put_back(found: Sequence[Any], out: Any) -> Any:
+    def put_back(found: Sequence[Any], out: Any, *, is_alone: bool | None = None) -> Any:
         def put(number: int, buffers: Any) -> Any:
             master = masters[number]
             if master.packed.buffers is not buffers:  # An interrupt may come after that.
                 master.write(Packed(master.layout, buffers))
             return found[firsts[number]]
 
-        return form.put_back(carry, out, put) if carried else out
+        return form.put_back(carry, out, put, is_alone=is_alone) if carried else out
 
     def plan(*args: Any, **kwargs: Any) -> Any:
         if len(args) != count or (kwargs.keys() != names if kwargs else names):
             return other(*args, **kwargs)
         try:
-            found, nodes = take(args, kwargs)
+            found = [args[key] for key in keys] if are_arguments else form.found(args, kwargs)
         except (ValueError, KeyError):  # Arguments of another structure.
             return other(*args, **kwargs)
         if [*map(id, found)] != ids or not keeps:
@@ -122,25 +136,30 @@ def _plan(
         with first, last if are_few else locked(found):
             try:
                 taken = [each.packed.buffers for each in masters]
-                passed, named = fill(args, kwargs, nodes, taken)
+                if are_arguments:
+                    passed, named = [*args], kwargs
+                    for key, n, is_first in fills:
+                        passed[key] = taken[n] if is_first else ()
+                else:
+                    passed, named = form.over(args, kwargs, taken)
                 run = functools.partial(over_buffers, **named) if named else over_buffers
                 # A loop: no interrupt comes between what JAX returns and the name `out`, as after
                 # a call.
                 for out in itertools.starmap(run, (passed,)):
                     if out is NOT_A_HIT:
                         break
-                    if not carried:
-                        return out
-                    news, nodes = split(out)
-                    for turn in turns:
-                        new = news[turn]
-                        kind = type(new[0]) if type(new) is tuple and new else type(new)
-                        if kind is not kinds[turn]:  # Another output, which is a tuple too.
-                            return put_back(found, out)
-                    for turn in turns:
-                        masters[back[turn]].packed.buffers = news[turn]
-                        masters[back[turn]].version += 1
-                    return join(out, found, nodes)
+                    if not turns:
+                        return put_back(found, out, is_alone=is_alone)
+                    outputs = (out,) if is_alone else out
+                    for at, _, _, kind in turns:
+                        new = outputs[at]
+                        if (type(new[0]) if type(new) is tuple and new else type(new)) is not kind:
+                            return put_back(found, out)  # Another output, which is a tuple too.
+                    for at, n, _, _ in turns:
+                        masters[n].packed.buffers = outputs[at]
+                        masters[n].version += 1
+                    carries = [found[place] for _, _, place, _ in turns]
+                    return carries[0] if is_alone else type(out)([*carries, *out[len(carries) :]])
             except (RuntimeError, ValueError) as error:
                 if out is not NOT_A_HIT:  # Outputs of another structure.
                     return put_back(found, out)
@@ -153,94 +172,3 @@ def _plan(
         return other(*args, **kwargs)
 
     return plan
-
-
-def _arguments(
-    form: Form, numbers: Sequence[int], firsts: Sequence[int]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What finds the variables of a call, and what makes the arguments of its program.
-
-    Where variables come again, they are empty there. Those that stand alone are found sooner.
-    """
-    takes = [(n, firsts[n] == at) for at, n in enumerate(numbers)]
-    keys: list[Any] = [place.key for place in form.places]
-    trees = [place.tree for place in form.places]
-    if all(map(treedef_is_leaf, trees)) and all(isinstance(key, int) for key in keys):
-        alone = [(key, *taken) for key, taken in zip(keys, takes, strict=True)]
-
-        def take(args: Any, kwargs: dict) -> tuple[list[Any], Any]:
-            return [args[key] for key in keys], None
-
-        def fill(args: tuple, kwargs: dict, nodes: Any, taken: list) -> tuple[list[Any], dict]:
-            passed = [*args]
-            for key, n, is_first in alone:
-                passed[key] = taken[n] if is_first else ()
-            return passed, kwargs
-
-        return take, fill
-    rows = [(key, isinstance(key, str), tree) for key, tree in zip(keys, trees, strict=True)]
-    spots = [spot for spot, _ in _spots(form.places)]
-
-    def take_inside(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
-        nodes = [
-            tree.flatten_up_to((kwargs if is_named else args)[key]) for key, is_named, tree in rows
-        ]
-        return [nodes[row][at] for row, at in spots], nodes
-
-    def fill_inside(args: tuple, kwargs: dict, nodes: Any, taken: list) -> tuple[list[Any], dict]:
-        for (row, at), (n, is_first) in zip(spots, takes, strict=True):
-            nodes[row][at] = taken[n] if is_first else ()
-        passed: list[Any] = [*args]
-        named = dict(kwargs)
-        for (key, is_named, tree), own in zip(rows, nodes, strict=True):
-            holder: Any = named if is_named else passed
-            holder[key] = tree.unflatten(own)
-        return passed, named
-
-    return take_inside, fill_inside
-
-
-def _outputs(
-    form: Form, carry: Sequence[str], is_alone: bool, firsts: Sequence[int]
-) -> tuple[list[int], Callable[..., Any], Callable[..., Any]]:
-    """The numbers of the variables that come back, in turn; what finds their new buffers in the
-    outputs of a program, and what puts the variables there.
-    """
-    by_name = {place.name: place for place in form.places}
-    rows = [(at, by_name[name]) for at, name in enumerate(carry) if name in by_name]
-    turns = _spots([place for _, place in rows])
-    spots, back = [spot for spot, _ in turns], [n for _, n in turns]
-    count, places = len(carry), [firsts[n] for n in back]
-    if len(rows) == count and all(treedef_is_leaf(place.tree) for _, place in rows):
-        if is_alone:
-            return back, lambda out: ((out,), None), lambda out, found, nodes: found[0]
-        return (
-            back,
-            lambda out: (out[:count], None),
-            lambda out, found, nodes: type(out)([found[at] for at in places] + [*out[count:]]),
-        )
-
-    def split(out: Any) -> tuple[list[Any], Any]:
-        tops = (out,) if is_alone else out
-        nodes = [place.tree.flatten_up_to(tops[at]) for at, place in rows]
-        return [nodes[row][at] for row, at in spots], nodes
-
-    def join(out: Any, found: list[Any], nodes: Any) -> Any:
-        for (row, at), place in zip(spots, places, strict=True):
-            nodes[row][at] = found[place]
-        tops = [out] if is_alone else [*out]
-        for (at, place), own in zip(rows, nodes, strict=True):
-            tops[at] = place.tree.unflatten(own)
-        return tops[0] if is_alone else type(out)(tops)
-
-    return back, split, join
-
-
-def _spots(places: Sequence[Place]) -> list[tuple[tuple[int, int], int]]:
-    """Which of the places each of the variables is in, and which leaf of it; and their number."""
-    return [
-        ((row, at), n)
-        for row, place in enumerate(places)
-        for at, n in enumerate(place.numbers)
-        if n is not None
-    ]
