@@ -9,68 +9,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.tree_util import treedef_is_leaf
 
-from stepcache.calls.step_spec import StepSpec
 from stepcache.resident.call import ResidentCall
-from stepcache.resident.form import Form, Place
+from stepcache.resident.form import Form
 from stepcache.resident.passing import NOT_A_HIT
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import locked
 
-_PLANS_PER_STEP = 8
 
-
-class CallPlans:
-    """The plans of one step. Each passes on the calls that it does not serve, the last one to
-    `dispatch`.
-    """
-
-    def __init__(self, spec: StepSpec, dispatch: Callable[..., Any]):
-        self._spec, self._dispatch, self._newest = spec, dispatch, dispatch
-        self._known: set[Any] = set()
-        self._lock = threading.Lock()
-
-    def add(
-        self, call: ResidentCall, form: Form, outputs: Any, engine: Any
-    ) -> Callable[..., Any] | None:
-        """Makes a plan for calls that pass the same `Variables` in the same places.
-
-        Args:
-            call: such a call.
-            form: that it had over buffers.
-            outputs: what its program returned, with a tuple of buffers for each value.
-            engine: runs the step over buffers. Its dispatcher gives `NOT_A_HIT` where it would
-                enter Python.
-
-        Returns:
-            What is to serve all calls of the step now; None where that stays as it is: there is a
-            plan already, or a value does not live on its devices.
-        """
-        if not all(each._master.is_resident for each in call.variables):
-            return None
-        args, kwargs = call.given
-        carry = self._spec.parameters.carry
-        is_alone = call.carried > 0 and form.comes_alone(carry, outputs)
-        numbers = tuple(each._number for each in call.variables)
-        key = (form, len(args), tuple(kwargs), is_alone, numbers)
-        with self._lock:
-            if key in self._known:
-                return None
-            if len(self._known) == _PLANS_PER_STEP:
-                self._known, self._newest = set(), self._dispatch
-            self._known.add(key)
-            plan = _plan(carry, call, form, is_alone, engine, self._newest)
-            self._newest = functools.update_wrapper(plan, self._newest)
-            return self._newest
-
-
-def _plan(
+def plan_of(
     carry: Sequence[str],
     call: ResidentCall,
     form: Form,
@@ -78,9 +30,17 @@ def _plan(
     engine: Any,
     other: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A function for calls like one; it gives all others to `other`.
+    """A function that serves calls which pass the same `Variables` in the same places as one.
 
     Where each of the variables is an argument by itself, it does without a look at trees.
+
+    Args:
+        carry: the names of the arguments that the step carries.
+        call, form: such a call, and the form that it had over buffers.
+        is_alone: whether its program returns the carry alone.
+        engine: runs the step over buffers. Its dispatcher gives `NOT_A_HIT` where it would enter
+            Python.
+        other: gets all other calls.
     """
     args, kwargs = call.given
     count, names, carried = len(args), kwargs.keys(), call.carried

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from stepcache.calls.signature import Unreadable
 from stepcache.resident.call import ResidentCall
 from stepcache.resident.form import Form, over_buffers
 from stepcache.resident.passing import admitted
-from stepcache.resident.plan import CallPlans
+from stepcache.resident.plan import plan_of
 from stepcache.variables.variables import locked
 
-_FORMS_PER_STEP = 64
+_FORMS_PER_STEP, _PLANS_PER_STEP = 64, 8
 
 
 class ResidentRunner:
@@ -34,7 +35,9 @@ class ResidentRunner:
         self._make_engine = make_engine
         self._engines: OrderedDict[Form, Any] = OrderedDict()
         self._lock = threading.RLock()
-        self._plans = CallPlans(own.spec, own.dispatcher.call)
+        self._planned: set[Any] = set()
+        # Each plan passes on the calls that it does not serve, the first one to the dispatcher.
+        self._dispatch = self._newest_plan = own.dispatcher.call
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> ResidentCall:
         """A call, and its `Variables`."""
@@ -90,13 +93,27 @@ class ResidentRunner:
     def _plan(
         self, scope: Scope, call: ResidentCall, form: Form, outputs: Any, engine: Any
     ) -> None:
-        """Has the next calls like this one served by a plan; it counts no calls."""
+        """Has the next calls like this one served by a plan, if it may: a plan counts no calls,
+        and takes values that live on the devices.
+        """
         serve_by = self._serve_by()
         if serve_by is None or scope.is_watched or not jaxcompat.PRIVATE_API:
             return
-        if jaxcompat.arguments_outlive_calls():
+        on_devices = all(each._master.is_resident for each in call.variables)
+        if not on_devices or jaxcompat.arguments_outlive_calls():
             return
-        plan = self._plans.add(call, form, outputs, engine)
-        if plan is not None:
+        args, kwargs = call.given
+        carry = self.spec.parameters.carry
+        is_alone = call.carried > 0 and form.comes_alone(carry, outputs)
+        numbers = tuple(each._number for each in call.variables)
+        key = (form, len(args), tuple(kwargs), is_alone, numbers)
+        with self._lock:
+            if key in self._planned:
+                return
+            if len(self._planned) == _PLANS_PER_STEP:
+                self._planned, self._newest_plan = set(), self._dispatch
+            self._planned.add(key)
+            plan = plan_of(carry, call, form, is_alone, engine, self._newest_plan)
+            self._newest_plan = functools.update_wrapper(plan, self._newest_plan)
             self._call_count.is_whole = False
-            serve_by(plan)
+            serve_by(self._newest_plan)
