@@ -26,30 +26,35 @@ PINNED_HOST = "pinned_host"
 
 
 class ArgumentRoles(NamedTuple):
-    """Static arguments as `jax.jit` resolved them from its options."""
+    """Static and donated arguments, by number and by name, as `jax.jit` resolves its options."""
 
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
 
 
 def argument_roles(jitted: Any, fun: Callable, options: dict[str, Any]) -> ArgumentRoles:
-    """Which arguments are static, by number and by name."""
+    """The roles of the arguments of `jitted`, which is `jax.jit(fun, **options)`."""
     if PRIVATE_API:
         info = jitted._jit_info
-        return ArgumentRoles(tuple(info.static_argnums), tuple(info.static_argnames))
-    numbers = _as_tuple(options.get("static_argnums"))
-    names = _as_tuple(options.get("static_argnames"))
+        return ArgumentRoles(*(tuple(getattr(info, name)) for name in ArgumentRoles._fields))
     try:
-        parameters = inspect.signature(fun).parameters.values()
+        parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
-        return ArgumentRoles(numbers or (), names or ())
+        parameters = []
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if numbers is None and names is not None:
-        numbers = tuple(i for i, name in enumerate(positional) if name in names)
-    elif names is None and numbers is not None:
-        names = tuple(name for i, name in enumerate(positional) if i in numbers)
     count = max(1, len(positional))
-    return ArgumentRoles(tuple(i % count if i < 0 else i for i in numbers or ()), names or ())
+
+    def resolved(numbers: tuple | None, names: tuple | None) -> tuple[tuple, tuple]:
+        if numbers is None and names is not None:
+            numbers = tuple(i for i, name in enumerate(positional) if name in names)
+        elif names is None and numbers is not None:
+            names = tuple(name for i, name in enumerate(positional) if i in numbers)
+        return tuple(i % count if i < 0 and parameters else i for i in numbers or ()), names or ()
+
+    given = [_as_tuple(options.get(name)) for name in ArgumentRoles._fields]
+    return ArgumentRoles(*resolved(*given[:2]), *resolved(*given[2:]))
 
 
 def _as_tuple(value: Any) -> tuple | None:

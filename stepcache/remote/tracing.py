@@ -70,19 +70,10 @@ class TracedStep:
 
 def donated_leaves(spec: StepSpec, request: Request) -> set[int]:
     """Returns the numbers of the leaves that a call donates."""
-    numbers, names = (
-        _as_set(spec.options.get(each)) for each in ("donate_argnums", "donate_argnames")
-    )
-    call = request.call
-    count = len(call.given[0])
-    numbers = {number % count if number < 0 and count else number for number in numbers}
+    call, roles = request.call, spec.parameters.roles
     passed = (*zip(call.positions, call.names, strict=True), *((None, n) for n in call.kwargs))
-    donated = {name for at, name in passed if at in numbers or name in names}
+    donated = {
+        name for at, name in passed if at in roles.donate_argnums or name in roles.donate_argnames
+    }
     leaves = (name for name, tree in call.arguments.items() for _ in jax.tree.leaves(tree))
     return {number for number, name in enumerate(leaves) if name in donated}
-
-
-def _as_set(value: Any) -> set:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int | str) else set(value)

@@ -14,7 +14,7 @@ from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.pods.replicas import compare
 from stepcache.resident.form import Form, Place, arguments_of
-from stepcache.resident.passing import can_cross_in_program, check_options, variables_of
+from stepcache.resident.passing import can_cross_in_program, check_options
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
 from stepcache.variables.masters import Master, Reader, Source
@@ -50,10 +50,10 @@ class ResidentCall:
         numbers: dict[Variables, int] = {}
         places, self.carried = [], 0
         for name, key, tree in arguments:
-            if not any(variables_of(tree)):
-                continue
             leaves, structure = jax.tree_util.tree_flatten(tree)
-            for each in (leaf for leaf in leaves if isinstance(leaf, Variables)):
+            if not (passed := [leaf for leaf in leaves if isinstance(leaf, Variables)]):
+                continue
+            for each in passed:
                 if each in numbers and name in carry:
                     raise VariablesError(
                         "variables are carried twice, and would get two values",

@@ -6,7 +6,7 @@ What serves such calls imports much, and is imported at the first of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,18 +32,12 @@ admitted = threading.local()
 
 def passes_variables(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there are `Variables` among the arguments of a call."""
-    return NoTree._made and any(
-        isinstance(leaf, NoTree) for leaf in jax.tree_util.tree_leaves((args, kwargs))
-    )
+    return NoTree._made and bool(variables_in((args, kwargs)))
 
 
-def variables_of(tree: Any) -> Iterator[Any]:
-    """The `Variables` in an argument, in order."""
-    if isinstance(tree, NoTree):
-        yield tree
-    elif type(tree) not in _PLAIN and not isinstance(tree, jax.Array):
-        leaves = jax.tree_util.tree_leaves(tree)
-        yield from (leaf for leaf in leaves if isinstance(leaf, NoTree))
+def variables_in(tree: Any) -> list[Any]:
+    """The `Variables` in a tree, in order."""
+    return [leaf for leaf in jax.tree_util.tree_leaves(tree) if isinstance(leaf, NoTree)]
 
 
 def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variables]) -> bool:
@@ -68,7 +62,6 @@ def can_cross_in_program(spec: StepSpec, given: Any, variables: Sequence[Variabl
     )
 
 
-_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None)))
 _PLACING = ("in_shardings", "out_shardings", "device", "backend")
 
 
@@ -78,21 +71,13 @@ def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: 
     """
     options, (positional, *_), roles = spec.options, spec.parameters, spec.parameters.roles
     carry, name_of = spec.parameters.carry, spec.parameters.name_of
-
-    def named(entries: Any) -> list[str]:
-        """The names of some arguments, given by number or name, one or several."""
-        several = (entries,) if isinstance(entries, int | str) else entries or ()
-        numbers = ((n % len(positional) if n < 0 else n) for n in several if isinstance(n, int))
-        return [*map(name_of, numbers), *(name for name in several if isinstance(name, str))]
-
-    donated = [*named(options.get("donate_argnums")), *named(options.get("donate_argnames"))]
     refused = [
         (
             name,
             "variables are donated but not carried, and would lose their value",
             f"write carry={name!r} if the step returns them updated; else do not donate them",
         )
-        for name in donated
+        for name in (*map(name_of, roles.donate_argnums), *roles.donate_argnames)
         if read and name not in carry
     ]
     refused += [
@@ -101,7 +86,7 @@ def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: 
             "variables cannot be static: their values are not part of a program",
             f"remove {name!r} from static_argnames",
         )
-        for name in sorted({*named(roles.static_argnums), *roles.static_argnames})
+        for name in (*map(name_of, roles.static_argnums), *roles.static_argnames)
     ]
     placing, returned = options.get("in_shardings"), options.get("out_shardings")
     entries = placing if isinstance(placing, tuple | list) else ()
@@ -119,7 +104,7 @@ def check_options(spec: StepSpec, args: tuple, kwargs: dict[str, Any], *, read: 
         if not _is_whole(each)
     ]
     for name, what, hint in refused:
-        for each in variables_of(argument_of(positional, args, kwargs, name)):
+        for each in variables_in(argument_of(positional, args, kwargs, name)):
             where = f"{spec.name}, argument {name}"
             raise VariablesError(what, where=where, got=repr(each), hint=hint)
 
