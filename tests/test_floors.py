@@ -55,7 +55,7 @@ SIZES = {
     "serving remote": 10_661,
     "programs": 3_088,
     "calls": 2_290,
-    "variables resident": 4_436,
+    "variables resident": 4_305,
     "pods programs.together": 1_379,
     "storage": 1_800,
     "link": 900,

@@ -68,16 +68,12 @@ class Form(NamedTuple):
 
     def found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """What is in the places of variables. Raises `ValueError` or `KeyError` as `replaced`."""
-        return [
-            x
-            for key, _, tree, numbers in self.places
-            for n, x in zip(
-                numbers,
-                tree.flatten_up_to((kwargs if isinstance(key, str) else args)[key]),
-                strict=True,
-            )
-            if n is not None
-        ]
+        found = []
+        for key, _, tree, numbers in self.places:
+            holder: Any = kwargs if isinstance(key, str) else args
+            pairs = zip(numbers, tree.flatten_up_to(holder[key]), strict=True)
+            found += [x for n, x in pairs if n is not None]
+        return found
 
     def over(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], buffers: Sequence[Sequence[Any]]

@@ -79,10 +79,7 @@ class Served(Master):
                 hint="pass them without carry, and push an update of them",
             )
         current = self.version if self._is_asked else None
-        copy, why = self._copies.serving(reader.session, current)
-        if copy is not None and reader.carried and copy.version != current:
-            return None, "a carried value has to be current"
-        return copy, why
+        return self._copies.serving(reader.session, current, carried=reader.carried)
 
     def lookup(self, reader: Reader) -> tuple[str, Versions | None, Versions | None]:
         """Looks for a copy that may serve a step.
@@ -222,7 +219,7 @@ class Served(Master):
             raise
         self._set_current(version)
         meter[SERVER_LINK] += self.layout.size_bytes
-        self._copies.wrote(session, self.version)
+        self._copies.saw(session, self.version)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         meter[HOST_LINK] += transfer.to_host_bytes(leaves)

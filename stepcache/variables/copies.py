@@ -35,28 +35,31 @@ class Copies:
         self._lock = threading.Lock()
         self.hits = self.fetches = 0  # Reads that a copy served, and that fetched the value.
 
-    def wrote(self, writer: Any, version: int) -> None:
-        """Records that a session, or None, wrote a version: it reads no older one from now on."""
-        self.saw(writer, version)
-
     def saw(self, reader: Any, version: int) -> None:
-        """Records that a session, or None, read a version: it reads no older one from now on."""
+        """Records that a session, or None, wrote or read a version: it reads no older one from now
+        on.
+        """
         with self._lock:  # Who looks does not hold the lock of the variables.
             if reader is None:
                 self._known_outside = max(version, self._known_outside)
             else:
                 self._known[reader] = max(version, self._known.get(reader, 0))
 
-    def serving(self, reader: Any, current: int | None) -> tuple[Copy | None, str]:
+    def serving(
+        self, reader: Any, current: int | None, *, carried: bool = False
+    ) -> tuple[Copy | None, str]:
         """The copy that may serve a session, or None, now; or None, and why none may.
 
-        `current` is the version of the value; None if it has not been asked for.
+        `current` is the version of the value; None if it has not been asked for. A `carried` value
+        has to be current.
         """
         copy, policy = self._kept, self._policy
         if copy is None:
             return None, "no copy is kept" if policy.cache is None else "there is no copy yet"
         if copy.version == current:
             return copy, f"a copy of version {current} is there"
+        if carried:
+            return None, "a carried value has to be current"
         now = "it has not been compared" if current is None else f"{current} is current"
         behind = f"the copy has version {copy.version}, and {now}"
         known = self._known_outside if reader is None else self._known.get(reader, 0)

@@ -28,7 +28,7 @@ from stepcache.variables.packing import (
     layout_of,
 )
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
-from stepcache.variables.policy import OnHost, Read, check_for_pod
+from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 
@@ -225,10 +225,7 @@ class InHostMemory(Master):
         return planned
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
-        copy, why = self._copies.serving(reader.session, self.version)
-        if copy is not None and reader.carried and copy.version != self.version:
-            return None, "a carried value has to be current"
-        return copy, why
+        return self._copies.serving(reader.session, self.version, carried=reader.carried)
 
     @functools.cached_property
     def extent(self) -> Extent:
@@ -291,7 +288,7 @@ class InHostMemory(Master):
 
     def _write(self, packed: Packed, session: Any) -> None:
         self.write(packed)
-        self._copies.wrote(session, self.version)
+        self._copies.saw(session, self.version)
 
     def leaves(self, meter: Meter) -> list[Any]:
         return transfer.look(self.packed, self.host_layout, meter)
@@ -331,8 +328,10 @@ def hold(
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if placing.pack else 0)
     if not isinstance(placing.placement, OnHost):
         return OnDevices(transfer.pack(leaves, layout))
-    mesh = placing.placer.mesh if placing.placer else None
-    if mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
-        check_for_pod(placing.name, placing.placement)
+    mesh, update = placing.placer.mesh if placing.placer else None, placing.placement.update
+    if update == "host" and mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
+        what = "OnHost(update=…) needs the whole value in one process, and each process of a pod "
+        what += "holds a share"
+        raise VariablesError(what, where=placing.name, expected="'device'", got=repr(update))
     on_host = host_layout(layout, mesh, placing.name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from jax.sharding import PartitionSpec
 
-from stepcache.errors import OptionError, VariablesError
+from stepcache.errors import OptionError
 from stepcache.sharding import Rules
 
 CACHES = (None, "device")
@@ -262,16 +262,4 @@ def check_policies(placement: object, read: object, write: object) -> None:
             "it as it is",
             where="Variables(read=...)",
             hint="remove it, or use placement=OnHost()",
-        )
-
-
-def check_for_pod(name: str, placement: OnHost) -> None:
-    """Raises `VariablesError` for what needs the whole value in one process of a pod."""
-    if placement.update == "host":
-        raise VariablesError(
-            "OnHost(update=…) needs the whole value in one process, and each process of a pod "
-            "holds a share",
-            where=name,
-            expected="'device'",
-            got=repr(placement.update),
         )

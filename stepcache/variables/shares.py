@@ -192,7 +192,13 @@ def host_layout(layout: Layout, mesh: Mesh | None, where: str) -> HostLayout:
     """How the buffers of a layout lie on the hosts of a mesh."""
     devices = list(mesh.devices.flat) if mesh is not None else [jaxcompat.default_device()]
     for device in {device.device_kind: device for device in devices}.values():
-        _check_memory(device, where)
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if PINNED_HOST not in kinds:
+            what = "a device has no host memory kind"
+            expected = f"{PINNED_HOST!r} among the memories of {device.device_kind}"
+            got = ", ".join(map(repr, kinds)) or "none"
+            hint = "keep the variables Replicated() or Sharded(rules)"
+            raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
     return _host_layout(layout, devices[0])
 
 
@@ -203,16 +209,6 @@ def _host_layout(layout: Layout, device: Any) -> HostLayout:
     )
     on_host = tuple(_on_host(at) for at in on_device)
     return HostLayout(layout.tree, layout.slots, layout.buffers, on_device, on_host)
-
-
-def _check_memory(device: Any, where: str) -> None:
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if PINNED_HOST not in kinds:
-        what = "a device has no host memory kind"
-        expected = f"{PINNED_HOST!r} among the memories of {device.device_kind}"
-        got = ", ".join(map(repr, kinds)) or "none"
-        hint = "keep the variables Replicated() or Sharded(rules)"
-        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
 
 
 def _on_host(buffer: Buffer) -> Buffer | None:

@@ -49,7 +49,7 @@ class Store:
 
     def write(self, writer=None) -> None:
         self.version += 1
-        self.copies.wrote(writer, self.version)
+        self.copies.saw(writer, self.version)
 
     def why(self, reader=None) -> str:
         return self.copies.serving(reader, self.version)[1]
@@ -180,8 +180,8 @@ def test_an_older_value_that_arrives_late_does_not_replace_a_newer():
     copies.keep(2, "new")
     copies.keep(1, "old")
     assert copies.serving(None, 2)[0].value == "new"
-    copies.wrote(mine := Session(), 5)
-    copies.wrote(mine, 4)
+    copies.saw(mine := Session(), 5)
+    copies.saw(mine, 4)
     copies.keep(4, "four")
     assert copies.serving(mine, 5)[0] is None
 
@@ -195,7 +195,7 @@ def test_drop_lets_go_of_everything():
 
 def test_sessions_are_not_kept_alive():
     copies, session = Copies(sc.Read(cache="device")), Session()
-    copies.wrote(session, 1)
+    copies.saw(session, 1)
     gone = weakref.ref(session)
     del session
     assert gone() is None
