@@ -121,18 +121,30 @@ class OverStep:
 
     def _parts(
         self, outputs: Any, carried: Sequence[Any]
-    ) -> tuple[tuple, tuple, Callable[[tuple, tuple], Any]]:
-        """The carry in some outputs, the other outputs, and how to put both together again.
+    ) -> tuple[tuple, Any, Callable[[tuple, Any], Any]]:
+        """What `carry_and_rest` returns. Raises `CarryError` where it returns None."""
+        parts = carry_and_rest(outputs, carried)
+        if parts is None:
+            refuse_outputs(self.__name__, self._carry, jax.tree_util.tree_structure(outputs))
+        return parts
 
-        Raises `CarryError` if the outputs do not begin with the carry.
-        """
-        structure, count = jax.tree_util.tree_structure, len(carried)
-        if [structure(outputs)] == [*map(structure, carried)]:
-            return (outputs,), (), lambda new, rest: new[0]
-        kind = type(outputs)
-        if kind not in (tuple, list) or len(outputs) < count:
-            refuse_outputs(self.__name__, self._carry, structure(outputs))
-        return tuple(outputs[:count]), tuple(outputs[count:]), lambda new, rest: kind((*new, *rest))
+
+def carry_and_rest(
+    outputs: Any, carried: Sequence[Any]
+) -> tuple[tuple, Any, Callable[[tuple, Any], Any]] | None:
+    """The carry in some outputs, the other outputs, and how to put both together again.
+
+    None if the outputs do not begin with the carry.
+    """
+    structure, count = jax.tree_util.tree_structure, len(carried)
+    if not carried:
+        return (), outputs, lambda new, rest: rest
+    if [structure(outputs)] == [*map(structure, carried)]:
+        return (outputs,), (), lambda new, rest: new[0]
+    kind = type(outputs)
+    if kind not in (tuple, list) or len(outputs) < count:
+        return None
+    return tuple(outputs[:count]), tuple(outputs[count:]), lambda new, rest: kind((*new, *rest))
 
 
 def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], name: str) -> Any:

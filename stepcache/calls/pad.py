@@ -27,8 +27,9 @@ class Pad:
     own. They are cut from outputs whose size depends on the padded axis, but not from a carry. The
     function must mask sums and means over rows.
 
-    In a pod, each process pads its part of a batch, and the mask covers all parts. All processes
-    must come to the same size: if their parts differ in size, give one size that fits all.
+    A session places the mask as the axis that it masks. In a pod, each process pads its part of a
+    batch, and the mask covers all parts. All processes must come to the same size: if their parts
+    differ in size, give one size that fits all.
 
     Attributes:
         argument: name of the argument, or names of several with equal sizes. "batch/tokens" pads
@@ -76,6 +77,10 @@ class Pad:
         """The names in `argument`."""
         return (self.argument,) if isinstance(self.argument, str) else self.argument
 
+    def covers(self, path: str) -> bool:
+        """Returns whether this pads the array at a path, such as "batch/tokens/0"."""
+        return any(f"{path}/".startswith(f"{argument}/") for argument in self.arguments)
+
     def padded_size(self, size: int, parts: int = 1) -> int:
         """Returns the size that an axis, split into so many parts, is padded to.
 
@@ -88,9 +93,9 @@ class Pad:
             if each >= size:
                 return each
         what = f"axis {self.axis} is larger than all sizes of its padding"
-        raise self._error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
+        raise self.error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
 
-    def _error(self, what: str, **details: Any) -> PaddingError:
+    def error(self, what: str, **details: Any) -> PaddingError:
         return PaddingError(what, where=", ".join(self.arguments), **details)
 
     def other_size(self, size: int) -> int:

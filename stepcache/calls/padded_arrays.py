@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import keystr
 
 from stepcache import jaxcompat
 from stepcache.jaxcompat import Tracer
@@ -25,29 +23,6 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_placed(leaf: Any) -> bool:
-    """Returns whether an array is placed already, so that a session does not place it."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.sharding is not None
-    return isinstance(leaf, jax.Array) and leaf.committed
-
-
-def changed(tree: Any, part: str, axis: int, change: Callable[[str, Any], Any]) -> Any:
-    """Returns a tree with arrays replaced: those that have an axis, at or below a path.
-
-    The path is such as "tokens/ids", or empty for the whole tree. `change` gets the path and the
-    old array.
-    """
-
-    def at(keys: Any, leaf: Any) -> Any:
-        path = keystr(keys, simple=True, separator="/")
-        is_part = not part or f"{path}/".startswith(f"{part}/")
-        is_changed = is_part and is_array(leaf) and len(leaf.shape) > axis
-        return change(path, leaf) if is_changed else leaf
-
-    return jax.tree_util.tree_map_with_path(at, tree)
-
-
 def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array with another size of an axis."""
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
@@ -56,7 +31,7 @@ def with_size(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def filled(leaf: Any, axis: int, padded: int, row: int = -1) -> Any:
+def filled(leaf: Any, axis: int, padded: int, row: int) -> Any:
     """Appends copies of one of its rows to an array; zeros if it has none."""
     size = leaf.shape[axis]
     if size == padded or isinstance(leaf, np.ma.MaskedArray):  # JAX does not take these.
@@ -103,11 +78,7 @@ def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
     on_devices: Any = leaf.sharding
     mesh = None if isinstance(leaf, Tracer) else on_devices.mesh
     with jaxcompat.tracing_context(mesh):
-        if not is_key_type(leaf.dtype):
-            return leaf.at[at].get(out_sharding=out)
-        whole = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
-        whole_axis = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, whole))
-        return jax.sharding.reshard(whole_axis[at], out)
+        return jax.sharding.auto_axes(lambda leaf: leaf[at], out_sharding=out)(leaf)
 
 
 def _is_numpys(leaf: Any) -> bool:

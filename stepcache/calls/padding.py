@@ -6,58 +6,34 @@ count, to leave them out of sums and means.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from stepcache.calls.carry import argument_of
+from stepcache.calls.carry import carry_and_rest
 from stepcache.calls.context import Scope
 from stepcache.calls.pad import Pad
-from stepcache.calls.padded_arrays import (
-    changed,
-    filled,
-    is_array,
-    is_placed,
-    kept,
-    mask_of,
-    with_size,
-)
+from stepcache.calls.padded_arrays import filled, is_array, kept, mask_of, with_size
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import PaddingError
 from stepcache.variables.variables import Variables
 
 _KEYS_REMEMBERED = 1024
-_NEED_THE_WHOLE = (
-    ("count", "take mask= instead, whose sum is the number of all rows"),
-    ("check", "check the padding in a run of one process"),
-)
+
+Arguments = dict[int | str, Any]
+"""The arguments of a call by their position or name."""
 
 
 class _Group(NamedTuple):
-    """One `Pad` in a call: the size of its axis, and the padded size.
-
-    `split` is None if the call passes the whole axis. If the process of a pod passes its part, it
-    places an axis of all parts.
-    """
+    """One `Pad` in a call."""
 
     pad: Pad
-    size: int
-    padded: int
-    split: NamedSharding | None = None
-
-    @property
-    def mask(self) -> Any:
-        """The mask of the axis; in a pod, of all parts of it."""
-        mask = mask_of(self.size, self.padded)
-        if self.split is None:
-            return mask
-        return jax.make_array_from_process_local_data(self.split, mask)
+    size: int  # Of the axis, as the caller passes it.
+    padded: int  # What it is padded to.
 
 
 class Padder:
@@ -70,6 +46,8 @@ class Padder:
     """
 
     jit: Callable[..., Callable] = staticmethod(jax.jit)  # Compiles the step's function, to check.
+    # What outputs depend on of an argument's leaf that is no array.
+    kind_of: Callable[[Any], Hashable] = staticmethod(type)
 
     def __init__(
         self, spec: StepSpec, call: Callable, engine: Callable[[], Any], scope: Callable[[], Scope]
@@ -86,15 +64,15 @@ class Padder:
 
     def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs `call` with padded arguments, and cuts its outputs."""
-        padded_args, padded_kwargs, groups = self._padded(args, kwargs)
+        given, groups = self._padded(args, kwargs)
         with self._lock:
             for group in groups[:1]:
                 self._rows += group.size
                 self._padded_rows += group.padded
         if any(group.pad.check and group.size < group.padded for group in groups):
             self._check(args, kwargs, groups)
-        outputs = call(*padded_args, **padded_kwargs)
-        return self._cut(outputs, padded_args, padded_kwargs, groups)
+        padded_args, padded_kwargs = _by_kind(given)
+        return self._cut(call(*padded_args, **padded_kwargs), given, groups)
 
     @property
     def padding(self) -> float:
@@ -102,90 +80,70 @@ class Padder:
         return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
 
     def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self._padded(args, kwargs)[:2]
+        return _by_kind(self._padded(args, kwargs)[0])
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
-        args, kwargs, groups = self._padded(args, kwargs)
-        shapes = self._engine().eval_shape(args, kwargs | _own_masks(groups))
-        return self._cut(shapes, args, kwargs, groups)
+        given, groups = self._padded(args, kwargs)
+        return self._cut(self._engine().eval_shape(*_by_kind(given)), given, groups)
 
-    def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[tuple, dict, list[_Group]]:
+    def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[Arguments, list[_Group]]:
         """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
-        values, keywords, groups = list(args), dict(kwargs), []
+        given = passed = Arguments(enumerate(args)) | kwargs
+        groups = []
         for pad in self._spec.pads:
-            found = self._size(pad, values, keywords)
-            if found is None:
+            if pad.check and jax.process_count() > 1 and self._scope().placer is not None:
+                what = "check= needs the whole axis, and each process passes its part"
+                raise pad.error(what, hint="check the padding in a run of one process")
+            size = self._size(pad, given)
+            if size is None:
                 continue
-            size, path, leaf = found
             padded = pad.padded_size(size, self._parts(pad))
-            group = _Group(pad, size, padded, self._split(pad, path, leaf, padded))
-            fill = functools.partial(_filled, axis=pad.axis, padded=group.padded, row=row)
-            self._change(pad, values, keywords, fill)
-            made: list[tuple[str | None, Any]] = [(pad.count, np.int32(size))]
-            if pad.mask is not None:
-                made.append((pad.mask, group.mask))
-            for name, value in made:
-                if name is not None:
-                    self._check_not_passed(name, args, kwargs)
-                    keywords[name] = value
-            groups.append(group)
-        return tuple(values), keywords, groups
 
-    def _size(self, pad: Pad, args: list, kwargs: dict) -> tuple[int, str, Any] | None:
-        """The size of the axis, and the first array with its path; None without arrays.
+            def fill(leaf: Any, _: str, axis: int = pad.axis, padded: int = padded) -> Any:
+                return filled(leaf, axis, padded, row)
 
-        Raises `PaddingError` if sizes differ.
-        """
-        sizes: dict[int, tuple[str, Any]] = {}
+            given = self._replaced(pad, given, fill)
+            made = {pad.mask: mask_of(size, padded), pad.count: np.int32(size)}
+            for name in made.keys() - {None}:
+                if self._key_of(name, passed) in passed:
+                    what = f"{self._spec.name} makes this argument by its pad= option"
+                    raise PaddingError(what, where=name, hint="leave it out of the call")
+                given[name] = made[name]
+            groups.append(_Group(pad, size, padded))
+        return given, groups
 
-        def see(path: str, leaf: Any) -> Any:
-            sizes.setdefault(leaf.shape[pad.axis], (path, leaf))
+    def _size(self, pad: Pad, given: Arguments) -> int | None:
+        """The size of the axis; None without arrays. Raises `PaddingError` if sizes differ."""
+        sizes: dict[int, str] = {}
+
+        def see(leaf: Any, path: str) -> Any:
+            sizes.setdefault(leaf.shape[pad.axis], path)
             return leaf
 
-        self._change(pad, [*args], dict(kwargs), see)
+        self._replaced(pad, given, see)
         if len(sizes) > 1:
-            (a, (first, _)), (b, (second, _)), *_ = sizes.items()
+            (a, first), (b, second), *_ = sizes.items()
             what = f"arrays that are padded together differ in size along axis {pad.axis}"
             hint = 'name the part to pad, as in sc.Pad("batch/tokens", axis=1)'
-            raise pad._error(what, got=f"{a} at {first}, {b} at {second}", hint=hint)
-        return next(((size, *first) for size, first in sizes.items()), None)
+            raise pad.error(what, got=f"{a} at {first}, {b} at {second}", hint=hint)
+        return next(iter(sizes), None)
 
-    def _split(self, pad: Pad, path: str, leaf: Any, padded: int) -> NamedSharding | None:
-        """Returns where a session places an axis of which this process of a pod passes its part.
+    def _replaced(self, pad: Pad, given: Arguments, change: Callable[..., Any]) -> Arguments:
+        """The arguments of a call with the arrays of a `Pad` replaced.
 
-        None if it passes the whole axis. Raises `PaddingError` for options that need the whole.
+        `change` gets an array and its path, such as "batch/tokens".
         """
-        placer = self._scope().placer
-        if placer is None or jax.process_count() == 1 or is_placed(leaf):
-            return None
-        role = self._spec.parameters.role_of(path.partition("/")[0])
-        at = placer.place(path, with_size(leaf, pad.axis, padded).shape, role)
-        if at.shape[pad.axis] == padded:
-            return None
-        for option, hint in _NEED_THE_WHOLE:
-            if getattr(pad, option):
-                what = f"{option}= needs the whole axis, and each process passes its part"
-                raise pad._error(what, hint=hint)
-        return NamedSharding(placer.mesh, PartitionSpec(at.sharding.spec[pad.axis]))
+        replaced = dict(given)
+        for name in {argument.partition("/")[0] for argument in pad.arguments}:
 
-    def _change(
-        self, pad: Pad, args: list, kwargs: dict, change: Callable[[str, Any], Any]
-    ) -> None:
-        """Replaces the arrays of a `Pad` in the arguments of a call."""
-        for name, _, part in (argument.partition("/") for argument in pad.arguments):
-            holder: Any = kwargs if name in kwargs else args
-            at: Any = name if name in kwargs else self._positions.get(name, len(args))
-            if holder is kwargs or at < len(args):
+            def at(keys: Any, leaf: Any, name: str = name) -> Any:
+                path = f"{name}/{keystr(keys, simple=True, separator='/')}".rstrip("/")
+                has_axis = is_array(leaf) and len(leaf.shape) > pad.axis
+                return change(leaf, path) if has_axis and pad.covers(path) else leaf
 
-                def see(path: str, leaf: Any, name: str = name) -> Any:
-                    return change(f"{name}/{path}".rstrip("/"), leaf)
-
-                holder[at] = changed(holder[at], part, pad.axis, see)
-
-    def _check_not_passed(self, name: str, args: tuple, kwargs: dict) -> None:
-        if name in kwargs or self._positions.get(name, len(args)) < len(args):
-            what = f"{self._spec.name} makes this argument by its pad= option"
-            raise PaddingError(what, where=name, hint="leave it out of the call")
+            if (key := self._key_of(name, given)) in given:
+                replaced[key] = jax.tree_util.tree_map_with_path(at, given[key])
+        return replaced
 
     def _parts(self, pad: Pad) -> int:
         """Returns into how many parts a session splits the axis in this process."""
@@ -195,64 +153,63 @@ class Padder:
             return 1
         return placer.own_parts
 
-    def _cut(self, outputs: Any, args: tuple, kwargs: dict, groups: list[_Group]) -> Any:
+    def _cut(self, outputs: Any, given: Arguments, groups: list[_Group]) -> Any:
+        """Cuts the added rows from outputs, but not from a carry."""
         groups = [group for group in groups if group.size < group.padded]
-        if not groups:
+        if not groups or (parts := carry_and_rest(outputs, self._carried(given))) is None:
             return outputs
-        carried, others = self._apart(outputs, args, kwargs)
+        carried, others, together = parts
         leaves, tree = jax.tree_util.tree_flatten(others)
         if not any(_may_follow(leaf, group) for leaf in leaves for group in groups):
             return outputs
-        for at, axes in enumerate(self._varying(args, kwargs, groups, leaves)):
+        for at, axes in enumerate(self._varying(given, groups, leaves)):
             for axis, number in axes:
-                leaves[at] = kept(leaves[at], axis, groups[number].size)
-        others = tree.unflatten(leaves)
-        return others if not carried else type(outputs)([*carried, *others])
+                group = groups[number]
+                if leaves[at].shape[axis] != group.padded:
+                    raise group.pad.error(
+                        f"{self._spec.name} returns an array with a row for each padded row, "
+                        "and it is unknown which rows other processes have added",
+                        hint="return sums over the rows instead, or call the step with batches "
+                        "that need no padding",
+                    )
+                leaves[at] = kept(leaves[at], axis, group.size)
+        return together(carried, tree.unflatten(leaves))
 
-    def _apart(self, outputs: Any, args: tuple, kwargs: dict) -> tuple[list, Any]:
-        """Splits outputs into the carry and the others."""
-        names = self._spec.parameters.carry
-        if not names:
-            return [], outputs
-        carry = argument_of(self._spec.parameters.positional, args, kwargs, names[0])
-        is_alone = jax.tree_util.tree_structure(carry) == jax.tree_util.tree_structure(outputs)
-        if is_alone or type(outputs) not in (tuple, list):
-            return [outputs], []
-        return [*outputs[: len(names)]], type(outputs)(outputs[len(names) :])
+    def _carried(self, given: Arguments) -> list[Any]:
+        """The arguments that the step carries."""
+        return [given.get(self._key_of(name, given)) for name in self._spec.parameters.carry]
+
+    def _key_of(self, name: str, given: Arguments) -> int | str:
+        """The position or the name by which a call passes an argument, if it does."""
+        return name if name in given else self._positions.get(name, name)
 
     def _varying(
-        self, args: tuple, kwargs: dict, groups: list[_Group], leaves: list[Any]
+        self, given: Arguments, groups: list[_Group], leaves: list[Any]
     ) -> list[list[tuple[int, int]]]:
         """Returns for each output the axes that depend on a padded axis, and the numbers of groups.
 
         Compares the shapes of outputs at another size: a trace, once for each signature.
         """
-        key = self._signature(args, kwargs), *((group.pad, group.padded) for group in groups)
+        key = self._signature(given), *((group.pad, group.padded) for group in groups)
         if (known := self._axes.get(key)) is not None:
             return known
         axes: list[list[tuple[int, int]]] = [[] for _ in leaves]
         for number, group in enumerate(groups):
-            at_size = functools.partial(self._shapes_at, args, kwargs, groups, group)
             sizes = group.padded, group.pad.other_size(group.padded)
-            shapes, found = [np.shape(leaf) for leaf in leaves], at_size(sizes[1])
-            if group.split is not None:  # The outputs have the rows of all processes.
-                shapes = at_size(sizes[0])
+            found = self._shapes_at(given, group.pad, sizes[1])
+            if jax.process_count() > 1:  # The outputs may have the rows of all processes.
+                shapes = self._shapes_at(given, group.pad, sizes[0])
+            else:
+                shapes = [np.shape(leaf) for leaf in leaves]
             if [len(each) for each in found] != [len(each) for each in shapes]:
                 what = "returns a different tree at another size: unknown which outputs to cut"
-                raise group.pad._error(f"{self._spec.name} {what}")
+                raise group.pad.error(f"{self._spec.name} {what}")
             for at, (shape, other) in enumerate(zip(shapes, found, strict=True)):
                 for axis, both in enumerate(zip(shape, other, strict=True)):
-                    if both == sizes and group.split is not None:
-                        raise group.pad._error(
-                            f"{self._spec.name} returns an array with a row for each padded row, "
-                            "and it is unknown which rows other processes have added",
-                            hint="return sums over the rows instead, or call the step with batches "
-                            "that need no padding",
-                        )
                     if both == sizes:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
-                        raise group.pad._error(
+                        raise group.pad.error(
                             f"{self._spec.name} returns an array whose axis {axis} depends on the "
                             "padded one, but not row by row: it is unknown what to cut",
                             got=f"sizes {both}, where it has {sizes}",
@@ -263,29 +220,34 @@ class Padder:
         self._axes[key] = axes
         return axes
 
-    def _signature(self, args: tuple, kwargs: dict) -> Hashable:
+    def _signature(self, given: Arguments) -> Hashable:
         """Returns a key for the properties that determine the shapes of outputs."""
         roles = self._spec.parameters.roles
-        values = {self._spec.parameters.name_of(n): value for n, value in enumerate(args)} | kwargs
-        static = {*roles.static_argnames, *map(self._spec.parameters.name_of, roles.static_argnums)}
-        fixed = tuple((name, values.pop(name)) for name in sorted(static & values.keys()))
-        leaves, tree = jax.tree_util.tree_flatten(values)
-        return fixed, tree, tuple(map(_kind_of, leaves))
+        kinds: list[Hashable] = [*given]
+        for key, value in given.items():
+            if key in roles.static_argnums or key in roles.static_argnames:
+                kinds.append(value)
+            else:
+                leaves, tree = jax.tree_util.tree_flatten(value)
+                kinds += [tree, *map(self._kind, leaves)]
+        return tuple(kinds)
 
-    def _shapes_at(
-        self, args: tuple, kwargs: dict, groups: list[_Group], group: _Group, size: int
-    ) -> list[tuple[int, ...]]:
+    def _kind(self, leaf: Any) -> Hashable:
+        if isinstance(leaf, Variables):
+            return leaf._layout
+        return (leaf.shape, leaf.dtype) if is_array(leaf) else self.kind_of(leaf)
+
+    def _shapes_at(self, given: Arguments, pad: Pad, size: int) -> list[tuple[int, ...]]:
         """Returns the shapes of outputs, without the carry, at another size of a padded axis.
 
         In a pod: the shapes that this process's parts would have alone.
         """
-        pad, values, keywords = group.pad, list(args), kwargs | _own_masks(groups)
-        self._change(pad, values, keywords, lambda _, leaf: with_size(leaf, pad.axis, size))
+        given = self._replaced(pad, given, lambda leaf, _: with_size(leaf, pad.axis, size))
         if pad.mask is not None:
-            keywords[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
-        outputs = self._engine().eval_shape(tuple(values), keywords)
-        others = self._apart(outputs, args, kwargs)[1]
-        return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
+            given[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
+        shapes = self._engine().eval_shape(*_by_kind(given))
+        parts = carry_and_rest(shapes, self._carried(given))
+        return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(parts and parts[1])]
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
         """Raises `PaddingError` if an output depends on the added rows."""
@@ -299,10 +261,10 @@ class Padder:
         )
         found = []
         for row in (0, -1):
-            padded_args, padded_kwargs, _ = self._padded(args, kwargs, row)
-            outputs = call(*padded_args, **padded_kwargs)
-            outputs = self._cut(outputs, padded_args, padded_kwargs, groups)
-            leaves = jax.tree_util.tree_flatten_with_path(outputs)[0]
+            given, _ = self._padded(args, kwargs, row)
+            padded_args, padded_kwargs = _by_kind(given)
+            outputs = self._cut(call(*padded_args, **padded_kwargs), given, groups)
+            leaves = jax.tree_util.tree_leaves_with_path(outputs)
             found.append([each for each in leaves if is_array(each[1])])
         for (path, a), (_, b) in zip(*found, strict=True):
             if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -318,25 +280,15 @@ class Padder:
         self._checked.add(key)
 
 
-def _kind_of(leaf: Any) -> Hashable:
-    if isinstance(leaf, Variables):
-        return leaf._layout
-    return (leaf.shape, leaf.dtype) if is_array(leaf) else type(leaf)
-
-
-def _own_masks(groups: list[_Group]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of masks of this process's parts, by argument."""
-    split = (group for group in groups if group.split is not None and group.pad.mask is not None)
-    return {str(group.pad.mask): jax.ShapeDtypeStruct((group.padded,), bool) for group in split}
+def _by_kind(given: Arguments) -> tuple[tuple, dict[str, Any]]:
+    """The positional arguments of a call, and those that it passes by name."""
+    args = tuple(value for key, value in given.items() if isinstance(key, int))
+    return args, {key: value for key, value in given.items() if isinstance(key, str)}
 
 
 def _may_follow(leaf: Any, group: _Group) -> bool:
     """Returns whether an axis of an output may depend on a padded one, as far as its size says."""
     return is_array(leaf) and any(size % group.padded == 0 for size in leaf.shape)
-
-
-def _filled(path: str, leaf: Any, *, axis: int, padded: int, row: int) -> Any:
-    return filled(leaf, axis, padded, row)
 
 
 def _wide(array: Any) -> np.ndarray:

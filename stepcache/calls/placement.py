@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from stepcache import jaxcompat
 from stepcache.calls.context import Scope
+from stepcache.calls.pad import Pad
 from stepcache.calls.signature import Call, Leaf, Unreadable
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import PlacementError
@@ -50,10 +51,35 @@ def place(
                 at = placer.place(path.slashed, leaf.shape, role)
                 placed[index] = at
                 leaves[index] = leaf._replace(shape=at.shape, sharding=at.sharding)
+        for pad in spec.parameters.pads:
+            _place_mask(pad, call, leaves, placed)
     elif not any(asked):
         leaves = _beside_committed(leaves)
     sent = (sharding if isinstance(sharding, Sharding) else None for sharding in asked)
     return tuple(leaves), tuple(placed), tuple(sent)
+
+
+def _place_mask(pad: Pad, call: Call, leaves: list[Leaf], placed: list[Placed | None]) -> None:
+    """Places the mask of an axis as the session places the axis, over the rows of all processes.
+
+    Raises `PaddingError` for `Pad.count` where this process of a pod passes its part of the axis.
+    """
+    axis = slice(pad.axis, pad.axis + 1)
+    rows = zip(call.paths, call.signature.leaves, placed, strict=True)
+    of_pad = (row for row in rows if pad.covers(row[0].slashed) and row[1].shape[axis])
+    path, leaf, at = next(of_pad, (None, None, None))
+    if path is None or at is None:
+        return
+    if pad.count is not None and at.shape[axis] != leaf.shape[axis]:
+        raise pad.error(
+            "count= needs the whole axis, and each process passes its part",
+            hint="take mask= instead, whose sum is the number of all rows",
+        )
+    sharding = NamedSharding(at.sharding.mesh, PartitionSpec(*at.sharding.spec[axis]))
+    for index, mask in enumerate(call.paths):
+        if mask.argument == pad.mask:
+            placed[index] = Placed(sharding, at.shape[axis], f"mask of {path.text}: {at.why}")
+            leaves[index] = leaves[index]._replace(shape=at.shape[axis], sharding=sharding)
 
 
 def _beside_committed(leaves: list[Leaf]) -> list[Leaf]:

@@ -1,6 +1,6 @@
 """A call and its `Signature`: trees, shapes, dtypes, weak types, shardings, layouts, static values.
 
-Reading a call traces nothing and moves nothing. `diff` says in words where two signatures differ.
+Reading a call traces nothing and moves nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import GetAttrKey, keystr
 
 from stepcache import jaxcompat
+from stepcache.calls.pad import Pad
 from stepcache.sharding import Role
 
 
@@ -89,6 +90,7 @@ class Parameters(NamedTuple):
     batch: tuple[str, ...] = ()  # Those that a session splits along its data axis.
     # Whether a batch has the batches of several steps along its first dimension.
     stacked: bool = False
+    pads: tuple[Pad, ...] = ()  # What is padded before a call: which axes the masks are of.
     tell: Callable[[Call], Call] | None = None  # Gives a call of a library as its user made it.
 
     @classmethod

@@ -57,7 +57,7 @@ class StepSpec(NamedTuple):
             function_name(fun),
             options,
             jitted,
-            Parameters.of(fun, roles, carry, batch),
+            Parameters.of(fun, roles, carry, batch)._replace(pads=pads),
             identity(fun),
             (
                 ("carry", carry),
