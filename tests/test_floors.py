@@ -54,7 +54,7 @@ SIZES = {
     "engine dispatcher": 600,
     "serving remote": 10_661,
     "programs": 3_088,
-    "calls": 2_290,
+    "calls": 2_200,
     "variables resident": 4_305,
     "pods programs.together": 1_379,
     "storage": 1_800,

@@ -88,6 +88,18 @@ def test_under_a_transformation_a_padded_step_means_the_same():
     assert of_rows.shape == (5, 3)
 
 
+def test_under_a_transformation_rows_that_are_split_over_a_mesh_are_padded():
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+    step = sc.step(lambda x: (2 * x, (x**2).sum()), batch="x", pad=sc.Pad("x", sizes=(16,)))
+    with sc.Session(mesh), jax.set_mesh(mesh):
+        x = jax.device_put(DATA[:12], NamedSharding(mesh, P("data")))
+        np.testing.assert_array_equal(jax.jit(lambda x: step(x)[0])(x), 2 * x)
+        slope = jax.grad(lambda x: step(x)[0].sum())(x)
+        np.testing.assert_array_equal(slope, np.full((12, 3), 2, np.float32))
+
+
 def test_only_outputs_that_follow_the_size_are_cut():
     @sc.step(pad=sc.Pad("x"), static_argnames="mode")
     def f(x, table, mode="rows"):
@@ -303,6 +315,7 @@ def test_calls_that_cannot_be_padded(batch, more, message):
         lambda: sc.step(train_step, pad="batch"),
         lambda: sc.step(train_step, pad=sc.Pad("other")),
         lambda: sc.step(train_step, pad=sc.Pad("batch", mask="weights")),
+        lambda: sc.step(train_step, pad=sc.Pad("batch", mask="mask/rows")),
         lambda: sc.step(train_step, carry="state", pad=sc.Pad("state")),
     ],
 )
@@ -348,7 +361,29 @@ def test_padded_steps_are_freed():
     assert gone() is None
 
 
-def test_rules_apply_to_what_is_padded(mesh):
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([], "P('data')"),
+        ([("^batch", P())], "P()"),
+        ([("^batch/x", P("model"))], "P('model')"),
+        ([("^mask", P("model"))], "P('model')"),
+    ],
+)
+def test_a_mask_is_placed_as_the_axis_that_it_masks(mesh, rules, expected):
+    """Unless a rule names it."""
     step = sc.step(train_step, carry="state", batch="batch", pad=sc.Pad("batch", mask="mask"))
-    with sc.Session(mesh, rules=[("^mask", P("data"))]):
-        trained(step, new_state(), (9, 10))
+    with sc.Session(mesh, rules=rules):
+        np.testing.assert_allclose(
+            trained(step, new_state(), (9, 10)), unpadded((9, 10)), rtol=1e-5
+        )
+        *_, mask = step.explain(new_state(), batches((9,))[0]).arguments
+        assert (mask.name, mask.target) == ("mask", expected)
+
+
+def test_a_mask_of_an_axis_that_the_user_placed_is_replicated(mesh):
+    step = sc.step(lambda x, mask: (x * mask).sum(), batch="x", pad=sc.Pad("x", mask="mask"))
+    with sc.Session(mesh):
+        x = jax.device_put(np.ones(12, np.float32), NamedSharding(mesh, P("model")))
+        assert step(x) == 12
+        assert [each.target for each in step.explain(x).arguments] == ["stays", "P()"]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from stepcache import jaxcompat
-from stepcache.calls.signature import Call, Leaf, Parameters, short_type
+from stepcache.calls.signature import Call, Parameters, short_type
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import CarryError, DonationError
 from stepcache.sharding import is_in_type
@@ -29,7 +29,12 @@ def check_carry(
     """
     names = spec.parameters.carry
     call = request.call
-    carries = [_carried_tree(spec, call, name) for name in names]
+    arguments = call.arguments
+    for name in names:
+        if name not in arguments:
+            what = f"{spec.name} carries {name!r}, which this call does not pass"
+            raise CarryError(what, where=name)
+    carries = [jax.tree_util.tree_structure(arguments[name]) for name in names]
     outputs = _outputs_for(spec, carries, staged.out_tree)
     pins: list[NamedSharding | None] = []
     offset = 0
@@ -43,7 +48,8 @@ def check_carry(
             same = (leaf.shape, leaf.dtype) == (aval.shape, aval.dtype)
             if not same and (expected := type_of(leaf)) != (got := type_of(aval)):
                 refuse(spec.name, path, expected, got)
-        pins += [_pin(leaf) for _, leaf in leaves]
+            at = leaf.sharding  # On the Explicit axes of a mesh, the output's type has its own.
+            pins.append(at if isinstance(at, NamedSharding) and not is_in_type(at) else None)
         offset += after.num_leaves
     pins += [None] * (len(staged.out_avals) - offset)
     hosted = {number for number, on_host in spec.buffers(call).items() if on_host}
@@ -157,14 +163,6 @@ def argument_of(positional: Sequence[str], args: tuple, kwargs: dict[str, Any], 
         return None
 
 
-def _carried_tree(spec: StepSpec, call: Call, name: str) -> Any:
-    try:
-        return jax.tree_util.tree_structure(call.arguments[name])
-    except KeyError:
-        what = f"{spec.name} carries {name!r}, which this call does not pass"
-        raise CarryError(what, where=name) from None
-
-
 def _outputs_for(spec: StepSpec, carries: list[Any], out_tree: Any) -> list[Any]:
     """The trees of the outputs that update the carries."""
     if [out_tree] == carries:
@@ -218,11 +216,6 @@ def refuse(step: str, path: str, expected: str, got: str) -> NoReturn:
 
 def type_of(leaf: Any) -> str:
     return "no such leaf" if leaf is None else short_type(leaf.shape, leaf.dtype)
-
-
-def _pin(leaf: Leaf) -> NamedSharding | None:
-    sharding = leaf.sharding
-    return sharding if isinstance(sharding, NamedSharding) and not is_in_type(sharding) else None
 
 
 def note_deleted(error: Exception, call: Call) -> None:

@@ -112,12 +112,11 @@ def check_pads(fun: Callable, pads: Sequence[Any], roles: Mapping[str, Sequence[
         if not isinstance(pad, Pad):
             raise OptionError("pad takes sc.Pad, or several", where="step", got=repr(pad))
         taken = [argument.partition("/")[0] for argument in pad.arguments]
-        for name in (*taken, *filter(None, (pad.mask, pad.count))):
+        for name in filter(None, (*taken, pad.mask, pad.count)):
             kind = parameters[name].kind if name in parameters else None
             if kind not in _NAMED:
                 what = f"{getattr(fun, '__name__', fun)} has no argument of the name {name!r}"
                 expected = f"one of {', '.join(parameters)}"
                 raise OptionError(what, where="Pad", expected=expected)
-        for name in taken:
             if name in roles["carry"]:
                 raise OptionError(f"{name!r} is carried, and cannot be padded", where="Pad")

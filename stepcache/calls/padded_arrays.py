@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -15,8 +13,6 @@ from stepcache import jaxcompat
 from stepcache.jaxcompat import Tracer
 from stepcache.sharding import axes_of, is_in_type
 from stepcache.variables.packing import is_key_type
-
-_MASKS_REMEMBERED = 1024
 
 
 def is_array(leaf: Any) -> bool:
@@ -39,7 +35,8 @@ def filled(leaf: Any, axis: int, padded: int, row: int) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return with_size(leaf, axis, padded)
     if not size:
-        return _zeros(leaf, with_size(leaf, axis, padded).shape)
+        zeros = jax.lax.full if is_key_type(leaf.dtype) else np.full
+        return zeros(with_size(leaf, axis, padded).shape, 0, leaf.dtype)
     row %= size
     if not isinstance(leaf, np.ndarray) and not _is_numpys(leaf):
         rows = np.arange(padded)
@@ -48,13 +45,6 @@ def filled(leaf: Any, axis: int, padded: int, row: int) -> Any:
     shape = (*leaf.shape[:axis], padded - size, *leaf.shape[axis + 1 :])
     added = np.broadcast_to(np.take(leaf, [row], axis=axis), shape)
     return np.concatenate([leaf, added], axis=axis)
-
-
-def _zeros(leaf: Any, shape: tuple[int, ...]) -> Any:
-    if not is_key_type(leaf.dtype):
-        return np.zeros(shape, leaf.dtype)
-    data = jnp.zeros((*shape, *jax.random.key_data(leaf).shape[leaf.ndim :]), np.uint32)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
 def kept(leaf: Any, axis: int, size: int) -> Any:
@@ -68,16 +58,15 @@ def kept(leaf: Any, axis: int, size: int) -> Any:
 
 def _rows_of(leaf: Any, axis: int, rows: Any, size: int) -> Any:
     """Returns so many rows. On Explicit axes of a mesh they are split as they were, if possible."""
-    at, sharding = (slice(None),) * axis + (rows,), jax.typeof(leaf).sharding
-    if not (isinstance(leaf, jax.Array) and is_in_type(sharding)):
+    at = (slice(None),) * axis + (rows,)
+    if not isinstance(leaf, jax.Array) or not is_in_type(sharding := jax.typeof(leaf).sharding):
         return leaf[at]
     spec = list(sharding.spec)
     if size % math.prod(sharding.mesh.shape[name] for name in axes_of(spec[axis])):
         spec[axis] = None
     out = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    on_devices: Any = leaf.sharding
-    mesh = None if isinstance(leaf, Tracer) else on_devices.mesh
-    with jaxcompat.tracing_context(mesh):
+    of_array: Any = None if isinstance(leaf, Tracer) else leaf.sharding
+    with jaxcompat.tracing_context(of_array and of_array.mesh):
         return jax.sharding.auto_axes(lambda leaf: leaf[at], out_sharding=out)(leaf)
 
 
@@ -93,11 +82,3 @@ def _is_numpys(leaf: Any) -> bool:
         and not leaf.committed
         and next(iter(leaf.devices())).platform == "cpu"
     )
-
-
-@functools.lru_cache(_MASKS_REMEMBERED)
-def mask_of(size: int, padded: int) -> np.ndarray:
-    """Returns a mask: True for the first rows, False for the added ones."""
-    mask = np.arange(padded) < size
-    mask.flags.writeable = False
-    return mask

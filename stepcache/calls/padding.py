@@ -17,9 +17,10 @@ from jax.tree_util import keystr
 from stepcache.calls.carry import carry_and_rest
 from stepcache.calls.context import Scope
 from stepcache.calls.pad import Pad
-from stepcache.calls.padded_arrays import filled, is_array, kept, mask_of, with_size
+from stepcache.calls.padded_arrays import filled, is_array, kept, with_size
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import PaddingError
+from stepcache.variables.packing import is_key_type
 from stepcache.variables.variables import Variables
 
 _KEYS_REMEMBERED = 1024
@@ -92,7 +93,7 @@ class Padder:
         groups = []
         for pad in self._spec.pads:
             if pad.check and jax.process_count() > 1 and self._scope().placer is not None:
-                what = "check= needs the whole axis, and each process passes its part"
+                what = "check= needs all rows in one process, and here are parts of several"
                 raise pad.error(what, hint="check the padding in a run of one process")
             size = self._size(pad, given)
             if size is None:
@@ -103,12 +104,15 @@ class Padder:
                 return filled(leaf, axis, padded, row)
 
             given = self._replaced(pad, given, fill)
-            made = {pad.mask: mask_of(size, padded), pad.count: np.int32(size)}
-            for name in made.keys() - {None}:
+            mask = np.zeros(padded, bool)
+            mask[:size] = True
+            for name, value in ((pad.mask, mask), (pad.count, np.int32(size))):
+                if name is None:
+                    continue
                 if self._key_of(name, passed) in passed:
                     what = f"{self._spec.name} makes this argument by its pad= option"
                     raise PaddingError(what, where=name, hint="leave it out of the call")
-                given[name] = made[name]
+                given[name] = value
             groups.append(_Group(pad, size, padded))
         return given, groups
 
@@ -156,12 +160,13 @@ class Padder:
     def _cut(self, outputs: Any, given: Arguments, groups: list[_Group]) -> Any:
         """Cuts the added rows from outputs, but not from a carry."""
         groups = [group for group in groups if group.size < group.padded]
-        if not groups or (parts := carry_and_rest(outputs, self._carried(given))) is None:
+        if not groups:
             return outputs
-        carried, others, together = parts
+        carried, others, together = self._apart(outputs, given)
         leaves, tree = jax.tree_util.tree_flatten(others)
-        if not any(_may_follow(leaf, group) for leaf in leaves for group in groups):
-            return outputs
+        sizes = {size for leaf in leaves for size in getattr(leaf, "shape", ())}
+        if not any(size % group.padded == 0 for size in sizes for group in groups):
+            return outputs  # No axis can depend on a padded one, as in most steps.
         for at, axes in enumerate(self._varying(given, groups, leaves)):
             for axis, number in axes:
                 group = groups[number]
@@ -175,9 +180,13 @@ class Padder:
                 leaves[at] = kept(leaves[at], axis, group.size)
         return together(carried, tree.unflatten(leaves))
 
-    def _carried(self, given: Arguments) -> list[Any]:
-        """The arguments that the step carries."""
-        return [given.get(self._key_of(name, given)) for name in self._spec.parameters.carry]
+    def _apart(self, outputs: Any, given: Arguments) -> tuple[tuple, Any, Callable]:
+        """What `carry_and_rest` returns. Outputs that do not begin with the carry are all carried.
+
+        So they are for `eval_shape`, which gives a tree for `Variables` that come back alone.
+        """
+        carried = [given.get(self._key_of(name, given)) for name in self._spec.parameters.carry]
+        return carry_and_rest(outputs, carried) or ((outputs,), (), lambda new, _: new[0])
 
     def _key_of(self, name: str, given: Arguments) -> int | str:
         """The position or the name by which a call passes an argument, if it does."""
@@ -245,9 +254,8 @@ class Padder:
         given = self._replaced(pad, given, lambda leaf, _: with_size(leaf, pad.axis, size))
         if pad.mask is not None:
             given[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
-        shapes = self._engine().eval_shape(*_by_kind(given))
-        parts = carry_and_rest(shapes, self._carried(given))
-        return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(parts and parts[1])]
+        others = self._apart(self._engine().eval_shape(*_by_kind(given)), given)[1]
+        return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
         """Raises `PaddingError` if an output depends on the added rows."""
@@ -267,9 +275,10 @@ class Padder:
             leaves = jax.tree_util.tree_leaves_with_path(outputs)
             found.append([each for each in leaves if is_array(each[1])])
         for (path, a), (_, b) in zip(*found, strict=True):
-            if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
+            if is_key_type(a.dtype):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
-            a, b = _wide(a), _wide(b)
+            numbers = np.result_type(a.dtype, np.float32)  # Which have differences.
+            a, b = np.asarray(a).astype(numbers), np.asarray(b).astype(numbers)
             if not np.allclose(a, b, 1e-5, 1e-7, equal_nan=True):
                 raise PaddingError(
                     f"an output of {self._spec.name} depends on the added rows",
@@ -284,13 +293,3 @@ def _by_kind(given: Arguments) -> tuple[tuple, dict[str, Any]]:
     """The positional arguments of a call, and those that it passes by name."""
     args = tuple(value for key, value in given.items() if isinstance(key, int))
     return args, {key: value for key, value in given.items() if isinstance(key, str)}
-
-
-def _may_follow(leaf: Any, group: _Group) -> bool:
-    """Returns whether an axis of an output may depend on a padded one, as far as its size says."""
-    return is_array(leaf) and any(size % group.padded == 0 for size in leaf.shape)
-
-
-def _wide(array: Any) -> np.ndarray:
-    array = np.asarray(array)
-    return array.astype(np.result_type(array.dtype, np.float32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,24 +59,25 @@ def place(
 
 
 def _place_mask(pad: Pad, call: Call, leaves: list[Leaf], placed: list[Placed | None]) -> None:
-    """Places the mask of an axis as the session places the axis, over the rows of all processes.
+    """Places the mask of an axis, unless a rule does, as the session places the axis.
 
     Raises `PaddingError` for `Pad.count` where this process of a pod passes its part of the axis.
     """
     axis = slice(pad.axis, pad.axis + 1)
-    rows = zip(call.paths, call.signature.leaves, placed, strict=True)
-    of_pad = (row for row in rows if pad.covers(row[0].slashed) and row[1].shape[axis])
-    path, leaf, at = next(of_pad, (None, None, None))
-    if path is None or at is None:
+    for path, leaf, at in zip(call.paths, call.signature.leaves, placed, strict=True):
+        if at is not None and pad.covers(path.slashed) and leaf.shape[axis]:
+            break
+    else:  # The call passes no array, or the user has placed them, and passes the whole.
         return
-    if pad.count is not None and at.shape[axis] != leaf.shape[axis]:
+    is_part = at.shape[axis] != leaf.shape[axis]  # The mask then covers the parts of all processes.
+    if pad.count is not None and is_part:
         raise pad.error(
             "count= needs the whole axis, and each process passes its part",
             hint="take mask= instead, whose sum is the number of all rows",
         )
     sharding = NamedSharding(at.sharding.mesh, PartitionSpec(*at.sharding.spec[axis]))
-    for index, mask in enumerate(call.paths):
-        if mask.argument == pad.mask:
+    for index, (mask, own) in enumerate(zip(call.paths, placed, strict=True)):
+        if mask.argument == pad.mask and own is not None and (is_part or own.rule is None):
             placed[index] = Placed(sharding, at.shape[axis], f"mask of {path.text}: {at.why}")
             leaves[index] = leaves[index]._replace(shape=at.shape[axis], sharding=sharding)
 
@@ -105,7 +105,8 @@ def is_elsewhere(
     if not isinstance(mesh, Mesh) or any(placed) or any(asked):
         return False
     committed = next((leaf.sharding for leaf in leaves if leaf.sharding is not None), None)
-    return committed is not None and committed.device_set != _devices_of(mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return committed is not None and committed.device_set != everywhere.device_set
 
 
 def is_committed_by_hosts(request: Request) -> bool:
@@ -139,11 +140,6 @@ def is_at_default(leaves: Sequence[Leaf], asked: Sequence[Sharding | None]) -> b
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _devices_of(mesh: Mesh) -> frozenset:
-    return frozenset(mesh.devices.flat)
-
-
 _LARGE_BYTES = 1 << 20
 
 
@@ -171,40 +167,24 @@ def unnamed_batch(spec: StepSpec, placer: Placer, request: Request) -> str | Non
     return None
 
 
-class _Asked:
-    """The sharding of a leaf by an option. Opaque to tree operations: None is a leaf too."""
-
-    __slots__ = ("sharding",)
-
-    def __init__(self, sharding: Any):
-        self.sharding = sharding
-
-
 def _asked_by_options(options: dict[str, Any], placer: Placer | None, call: Call) -> list[Any]:
     """Returns for each leaf what `in_shardings`, `device` or `backend` say of it, or None."""
     if options.get("device") or options.get("backend"):
         return ["a device"] * len(call.leaves)
     shardings = options.get("in_shardings")
-    if shardings is None:
-        return [None] * len(call.leaves)
+    asked: list[Any] = []
 
-    def resolve(entry: Any) -> _Asked:
+    def ask(entry: Any, part: Any) -> None:
         if isinstance(entry, PartitionSpec) and placer is not None:
-            return _Asked(NamedSharding(placer.mesh, entry))
-        return _Asked(entry)
+            entry = NamedSharding(placer.mesh, entry)
+        asked.extend([entry] * len(jax.tree_util.tree_leaves(part)))
 
     prefix = tuple(shardings) if isinstance(shardings, list) else shardings
-    asked = jax.tree_util.tree_map(resolve, prefix, is_leaf=lambda x: x is None)
     try:
-        spread = jax.tree_util.tree_broadcast(asked, call.args, is_leaf=_is_asked)
+        jax.tree_util.tree_map(ask, prefix, call.args, is_leaf=lambda entry: entry is None)
     except ValueError:
         raise Unreadable from None
-    found = [leaf.sharding for leaf in jax.tree_util.tree_leaves(spread, is_leaf=_is_asked)]
-    return found + [None] * (len(call.leaves) - len(found))  # Keyword arguments come last.
-
-
-def _is_asked(x: Any) -> bool:
-    return isinstance(x, _Asked)
+    return asked + [None] * (len(call.leaves) - len(asked))  # Keyword arguments come last.
 
 
 def _is_at(leaf: Leaf, sharding: Any) -> bool:

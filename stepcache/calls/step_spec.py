@@ -18,10 +18,6 @@ from stepcache.calls.signature import Call, Leaf, Parameters
 from stepcache.sharding import Placed, devices_of, processes_of
 
 
-def _as_it_is(call: Call) -> Call:
-    return call
-
-
 class StepSpec(NamedTuple):
     """The function of a step and its options, resolved."""
 
@@ -35,7 +31,7 @@ class StepSpec(NamedTuple):
     # What is padded before a call, by `padding.Padder`: no program depends on it.
     pads: tuple[Pad, ...] = ()
     # Gives a call with the leaves that its caller knows, where the program has others.
-    tell: Callable[[Call], Call] = _as_it_is
+    tell: Callable[[Call], Call] = lambda call: call
     # Gives the numbers of the leaves that are buffers of `Variables`, and whether of host memory.
     buffers: Callable[[Call], dict[int, bool]] = lambda call: {}
     source: Any = None  # The user's function, of which a library may have made `fun`.
@@ -99,7 +95,7 @@ class Request:
     asked: tuple[Sharding | None, ...]
     key: Key  # The key of its program.
     mesh: Mesh | None  # The session's mesh.
-    tell: Callable[[Call], Call] = _as_it_is  # As of the spec.
+    tell: Callable[[Call], Call]  # As of the spec.
     # Whether its program is that of calls which nothing commits, and its outputs are committed.
     commits: bool = False
 

@@ -65,12 +65,18 @@ with sc.Session(mesh, rules=[("batch", P())]):
         return batch.sum() / n
     counted = sc.step(count_all, batch="batch", pad=sc.Pad("batch", count="n", sizes=(4,)))
     say("replicated", step(np.arange(3.0)), counted(np.array([3.0, 3.0, 3.0, 3.0])))
+    masked = sc.step(mean, batch="batch", pad=sc.Pad("batch", mask="mask", sizes=(4,)))
+    say("masked", masked(np.arange(3.0)))
+# A rule for the mask cannot have each process pass the whole of it.
+with sc.Session(mesh, rules=[("mask", P())]):
+    say("parts", masked(np.full(3, 1.0 + RANK)))
 """
 
 
 def test_arguments_that_are_whole(shared_pod, tmp_path):
     for rank in succeeded(shared_pod(2).run(tmp_path, WHOLE)):
         assert rank.said("mean") == ["1.5"] and rank.said("replicated") == ["1.0 3.0"]
+        assert rank.said("masked") == ["1.0"] and rank.said("parts") == ["1.5"]
 
 
 REFUSED = """
@@ -97,7 +103,7 @@ def test_what_needs_the_rows_of_all_processes_is_refused(shared_pod, tmp_path):
     for rank in succeeded(shared_pod(2).run(tmp_path, REFUSED)):
         count, check = rank.said("option")
         assert "count= needs the whole axis" in count and "mask=" in count, rank.output
-        assert "check= needs the whole axis" in check, rank.output
+        assert "check= needs all rows in one process" in check, rank.output
         (rows,) = rank.said("rows")
         assert "a row for each padded row" in rows, rank.output
         assert rank.said("full") == ["(8,)"], rank.output

@@ -466,6 +466,16 @@ def test_padding_of_what_modules_are_given():
     assert np.array_equal(doubled(X[:3]), 2 * padded(X[:3])) and padded(X[:3]).shape == (3, 3)
 
 
+def test_static_values_decide_which_outputs_are_cut():
+    @seqx.step(pad=sc.Pad("x"))
+    def call(x, table, kind):
+        return x @ x.T if kind in ("rows", 1) else table
+
+    table = np.ones((8, 8), np.float32)  # As large as an output with a row for each padded one.
+    shapes = [call(X[:1].repeat(5, 0), table, kind).shape for kind in ("rows", "table", 1, 2)]
+    assert shapes == [(5, 5), (8, 8), (5, 5), (8, 8)]
+
+
 def test_rules_match_paths_inside_of_filter_jit_itself(mesh):
     rules = sc.Rules([("model/layers/0/weight", jax.P("model"))])
     sc.install()

@@ -74,6 +74,20 @@ def test_variables_live_on_the_tasks_and_give_the_same_losses(session):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), variables.value, want)
 
 
+def test_batches_are_padded_and_outputs_are_cut(session):
+    def mean(batch, mask):
+        return (batch * mask).sum() / mask.sum(), 2 * batch
+
+    step = sc.step(mean, batch="batch", pad=sc.Pad("batch", mask="mask", sizes=(8,)))
+    with session:
+        for rows in (3, 8):
+            batch = np.arange(rows, dtype=np.float32)
+            found, double = step(batch)
+            assert float(found) == batch.mean()
+            np.testing.assert_array_equal(double, 2 * batch)
+    assert step.stats().misses == 1
+
+
 def test_a_step_starts_with_one_message_of_at_most_64_bytes(one_task):
     step = sc.step(lambda state: (state * 2, state.sum()), carry="state")
     variables = sc.Variables(np.ones(4, np.float32))
