@@ -40,13 +40,10 @@ class GlobalArguments:
 
     def in_place(self, call: Call) -> Call:
         """The first call with global arrays; itself if it has none to make."""
-        if not self._replaced:
+        if (made := self(call.args, call.kwargs)) is None:
             return call
-        leaves = [*call.leaves]
-        for index, *_, placed in self._replaced:
-            leaves[index] = global_array(leaves[index], placed.sharding, placed.shape)
-        args, kwargs = self._tree.unflatten(leaves)
-        return replace(call, leaves=leaves, args=args, kwargs=kwargs)
+        args, kwargs = made
+        return replace(call, leaves=jax.tree_util.tree_leaves(made), args=args, kwargs=kwargs)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """The arguments of a call with global arrays; None where it differs from the first, or has

@@ -83,9 +83,9 @@ def diff_settings(before: Key, after: Key) -> tuple[Change, ...]:
 
 
 def _mesh_sides(before: tuple, after: tuple) -> tuple[str, str]:
-    if not before or not after:
-        old, new = (str(dict(mesh[0])) if mesh else "none" for mesh in (before, after))
-        return old, new
-    index = next(i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y)
-    old, new = (str(dict(mesh[0])) if index == 0 else str(mesh[index]) for mesh in (before, after))
-    return shorten(old), shorten(new)
+    index = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
+
+    def text_of(mesh: tuple) -> str:
+        return shorten(str(mesh[index] if index else dict(mesh[0]))) if mesh else "none"
+
+    return text_of(before), text_of(after)

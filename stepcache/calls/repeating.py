@@ -53,9 +53,11 @@ class _Repeated(OverStep):
         form: list[Any] = []
 
         def run(carried: tuple, batches: dict[str, Any]) -> tuple[tuple, tuple]:
-            outputs = self._called(
-                args, kwargs, dict(zip(self._carry, carried, strict=True)) | batches
-            )
+            values = dict(zip(self._carry, carried, strict=True)) | batches
+            given = [values.get(name, each) for name, each in zip(self._positional, args)]  # noqa: B905
+            given += args[len(given) :]
+            named = {name: values.get(name, each) for name, each in kwargs.items()}
+            outputs = self.__wrapped__(*given, **named)
             new, rest, rebuild = self._parts(outputs, carried)
             form[:] = [rebuild]
             return new, rest
@@ -75,8 +77,3 @@ class _Repeated(OverStep):
                         got=f"{leaf.dtype}{list(leaf.shape)}",
                         hint="stack them: jax.tree.map(lambda *each: jnp.stack(each), *batches)",
                     )
-
-    def _called(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Any]) -> Any:
-        named = [values.get(name, given) for name, given in zip(self._positional, args)]  # noqa: B905
-        rest = args[len(named) :]
-        return self.__wrapped__(*named, *rest, **{k: values.get(k, v) for k, v in kwargs.items()})
