@@ -48,7 +48,7 @@ def check_carry(
             same = (leaf.shape, leaf.dtype) == (aval.shape, aval.dtype)
             if not same and (expected := type_of(leaf)) != (got := type_of(aval)):
                 refuse(spec.name, path, expected, got)
-            at = leaf.sharding  # On the Explicit axes of a mesh, the output's type has its own.
+            at = leaf.sharding  # On the Explicit axes of a mesh, the type of the output decides.
             pins.append(at if isinstance(at, NamedSharding) and not is_in_type(at) else None)
         offset += after.num_leaves
     pins += [None] * (len(staged.out_avals) - offset)

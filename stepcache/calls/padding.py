@@ -72,7 +72,7 @@ class Padder:
                 self._padded_rows += group.padded
         if any(group.pad.check and group.size < group.padded for group in groups):
             self._check(args, kwargs, groups)
-        padded_args, padded_kwargs = _by_kind(given)
+        padded_args, padded_kwargs = _args_and_kwargs(given)
         return self._cut(call(*padded_args, **padded_kwargs), given, groups)
 
     @property
@@ -81,11 +81,11 @@ class Padder:
         return 1 - self._rows / self._padded_rows if self._padded_rows else 0.0
 
     def padded(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return _by_kind(self._padded(args, kwargs)[0])
+        return _args_and_kwargs(self._padded(args, kwargs)[0])
 
     def eval_shape(self, args: tuple, kwargs: dict) -> Any:
         given, groups = self._padded(args, kwargs)
-        return self._cut(self._engine().eval_shape(*_by_kind(given)), given, groups)
+        return self._cut(self._engine().eval_shape(*_args_and_kwargs(given)), given, groups)
 
     def _padded(self, args: tuple, kwargs: dict, row: int = -1) -> tuple[Arguments, list[_Group]]:
         """Pads arguments with copies of a row. Returns them, and a group for each `Pad`."""
@@ -93,7 +93,7 @@ class Padder:
         groups = []
         for pad in self._spec.pads:
             if pad.check and jax.process_count() > 1 and self._scope().placer is not None:
-                what = "check= needs all rows in one process, and here are parts of several"
+                what = "check= needs all rows in one process, and each process passes its part"
                 raise pad.error(what, hint="check the padding in a run of one process")
             size = self._size(pad, given)
             if size is None:
@@ -166,7 +166,7 @@ class Padder:
         leaves, tree = jax.tree_util.tree_flatten(others)
         sizes = {size for leaf in leaves for size in getattr(leaf, "shape", ())}
         if not any(size % group.padded == 0 for size in sizes for group in groups):
-            return outputs  # No axis can depend on a padded one, as in most steps.
+            return outputs  # No axis can depend on a padded one.
         for at, axes in enumerate(self._varying(given, groups, leaves)):
             for axis, number in axes:
                 group = groups[number]
@@ -254,7 +254,7 @@ class Padder:
         given = self._replaced(pad, given, lambda leaf, _: with_size(leaf, pad.axis, size))
         if pad.mask is not None:
             given[pad.mask] = jax.ShapeDtypeStruct((size,), bool)
-        others = self._apart(self._engine().eval_shape(*_by_kind(given)), given)[1]
+        others = self._apart(self._engine().eval_shape(*_args_and_kwargs(given)), given)[1]
         return [np.shape(leaf) for leaf in jax.tree_util.tree_leaves(others)]
 
     def _check(self, args: tuple, kwargs: dict, groups: list[_Group]) -> None:
@@ -270,14 +270,14 @@ class Padder:
         found = []
         for row in (0, -1):
             given, _ = self._padded(args, kwargs, row)
-            padded_args, padded_kwargs = _by_kind(given)
+            padded_args, padded_kwargs = _args_and_kwargs(given)
             outputs = self._cut(call(*padded_args, **padded_kwargs), given, groups)
             leaves = jax.tree_util.tree_leaves_with_path(outputs)
             found.append([each for each in leaves if is_array(each[1])])
         for (path, a), (_, b) in zip(*found, strict=True):
             if is_key_type(a.dtype):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
-            numbers = np.result_type(a.dtype, np.float32)  # Which have differences.
+            numbers = np.result_type(a.dtype, np.float32)  # Booleans have no difference.
             a, b = np.asarray(a).astype(numbers), np.asarray(b).astype(numbers)
             if not np.allclose(a, b, 1e-5, 1e-7, equal_nan=True):
                 raise PaddingError(
@@ -289,7 +289,7 @@ class Padder:
         self._checked.add(key)
 
 
-def _by_kind(given: Arguments) -> tuple[tuple, dict[str, Any]]:
+def _args_and_kwargs(given: Arguments) -> tuple[tuple, dict[str, Any]]:
     """The positional arguments of a call, and those that it passes by name."""
     args = tuple(value for key, value in given.items() if isinstance(key, int))
     return args, {key: value for key, value in given.items() if isinstance(key, str)}

@@ -90,7 +90,7 @@ class Parameters(NamedTuple):
     batch: tuple[str, ...] = ()  # Those that a session splits along its data axis.
     # Whether a batch has the batches of several steps along its first dimension.
     stacked: bool = False
-    pads: tuple[Pad, ...] = ()  # What is padded before a call: which axes the masks are of.
+    pads: tuple[Pad, ...] = ()  # What is padded before a call; a session places their masks.
     tell: Callable[[Call], Call] | None = None  # Gives a call of a library as its user made it.
 
     @classmethod
