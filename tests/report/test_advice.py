@@ -201,11 +201,11 @@ def test_served_variables_stay_as_they_are(tmp_path, monkeypatch):
             found = {(each.read, each.write.every): each for each in advice.choices}
             size = 400  # float32 on the devices, once x64 is off.
             served = {n: each.link_bytes["server ↔ process"] for n, each in found.items()}
-            assert served[sc.Read(), 1] == 2 * size
-            assert served[sc.Read(), 4] == pytest.approx(size + size / 4)
-            assert found[sc.Read(), 4].freshness == "updates up to 3 steps late"
+            cached = sc.Read(cache="device")  # The default of what is served.
+            assert served[sc.Read(), 1] == served[cached, 1] == 2 * size
+            assert served[cached, 4] == pytest.approx(2 * size / 4)
+            assert found[cached, 4].freshness == "updates up to 3 steps late"
             assert not advice.best("value").freshness
-            cached = sc.Read(cache="device")
             copied = connection.variables("value", {"w": np.ones(100)}, read=cached)
             of_decay = sc.advise(decay, copied, 1.0)
             assert copied.version == 0
