@@ -251,47 +251,14 @@ class Session:
             unmatched = set(range(len(self.rules))) - self._scope.matched
             self._scope.warn_of_rules(unmatched, "any step of the session")
 
-    def cancel(self) -> int:
-        """Cancels the steps that were called in this session and that no task has begun.
-
-        Steps that a task has begun go on; a single task begins up to five steps ahead, to keep its
-        devices busy. Pushes to variables go on, too. The carry of a cancelled step keeps its value,
-        in `Variables` and in plain trees, so you can continue to train. Its other outputs raise
-        `TaskError` when they are read, and a step or push that takes one of them is cancelled, too.
-        Other threads may call this while a call waits.
-
-            @sc.step(carry="total")
-            def add(total, x):
-                return total + x, x
-
-            with sc.Session(target="local:1x1") as session:
-                total = 0.0
-                try:
-                    for x in range(30):
-                        total, _ = add(total, x)
-                except KeyboardInterrupt:
-                    print(session.cancel(), "steps were not begun")
-
-        Returns:
-            How many steps were cancelled.
-
-        Raises:
-            OptionError: the session has no `target`. JAX cannot cancel a dispatched program.
-            RankLostError: the tasks were lost.
-        """
-        if (target := self._scope.target) is None:
-            raise OptionError(
-                "only steps that run on tasks can be cancelled", where="Session.cancel"
-            )
-        return target.connection.cancel()
-
     def close(self) -> None:
         """Ends the session: from now on a step called in it raises `SessionClosedError`.
 
         A call whose program is running on another thread completes. A call that is building its
         program raises when the build ends. On a thread that has not left the session, a call may
         still hit if an open session with the same mesh, rules and cache makes the same call.
-        Programs stay in the cache, which other sessions may share.
+        Programs stay in the cache, which other sessions may share. Steps that were started on tasks
+        run to their end, unless the tasks end with the session.
 
         Raises:
             OptionError: this is the default session.

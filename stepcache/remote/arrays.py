@@ -143,7 +143,7 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Waits until the step that returns it has run, and raises if there is no value."""
         self._check_not_lost()
         self._connection.wait(self._run, self._incarnation)
-        if self._is_held and self._connection.is_in_doubt(self._run):
+        if self._is_held and self._connection.has_failed(self._run):
             self._fetched(only_look=True)
         return self
 

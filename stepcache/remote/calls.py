@@ -137,10 +137,7 @@ class CallPlan:
         writes: which variables are written: number, first output, number of outputs.
         outputs: what becomes of the outputs.
         has_statics: whether the call passes static arguments.
-        is_step: whether the step is one of the user's: others are not cancelled.
     """
-
-    is_step = True
 
     def __init__(
         self, spec: StepSpec, request: Request, arguments: Arguments, program: RemoteProgram

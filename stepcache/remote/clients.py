@@ -11,7 +11,6 @@ import numpy as np
 
 from stepcache.link import plain
 from stepcache.link.processes import Process
-from stepcache.remote.cancelling import Cancel
 from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
 from stepcache.serving.messages import MalformedMessageError
 
@@ -70,11 +69,11 @@ class Client:
         told: the last run that the client knows to be done on all tasks.
         failed: by run, which tasks have said that it failed, and why; until all have.
         asked: by number, what all tasks do together, until all have answered.
-        cancel: the cancel of its runs that is under way; None for none.
         forms: its call forms, by number.
         opened: opens the blocks of shared memory that it names.
         blocks: those of runs that some task has not done, and the numbers of these runs.
         broken: why nothing that it sends is carried out any more; empty if it is.
+        not_dropped_by: once it has left, the tasks that have not dropped what it held.
         commands, bytes: how many messages it has sent, and their size.
     """
 
@@ -87,11 +86,11 @@ class Client:
     told: int = 0
     failed: dict[int, tuple[set[int], str]] = field(default_factory=dict)
     asked: dict[int, Asked] = field(default_factory=dict)
-    cancel: Cancel | None = None
     forms: OrderedDict[int, Form] = field(default_factory=OrderedDict)
     opened: Any = None
     blocks: deque[tuple[int, list[Any]]] = field(default_factory=deque)
     broken: str = ""
+    not_dropped_by: set[int] = field(default_factory=set)
     commands: int = 0
     bytes: int = 0
     _slowest: int = 0  # How many tasks have done no more than `told`.
@@ -111,7 +110,6 @@ class Client:
         """Notes that tasks have been started, and know nothing yet."""
         self.done, self._slowest = [0] * tasks, tasks
         self.runs = self.told = 0
-        self.cancel = None
         for each in (self.failed, self.asked, self.forms, self.blocks):
             each.clear()
 
@@ -178,27 +176,6 @@ class Client:
         del self.asked[number]
         has_changed = asked.kind is Kind.RESTORE and len(asked.failed) < len(self.done)
         return self.apart_in(asked) if asked.failed and has_changed else None
-
-    def cancels(self, number: int, last: int) -> Cancel | None:
-        """Notes that the runs up to one are to be cancelled. Returns None if others are already."""
-        if self.cancel is not None:
-            return None
-        self.cancel = Cancel(number, min(last, self.runs))
-        return self.cancel
-
-    def has_begun(self, task: int, last: int, begun: int) -> tuple[Cancel, int] | None:
-        """Notes the last run that a task had begun when it was asked for the cancel up to `last`.
-
-        Returns:
-            The cancel, and the last run that is not cancelled, once all tasks have answered.
-        """
-        if self.cancel is None or self.cancel.last != last:
-            return None
-        self.cancel.begun[task] = begun
-        if len(self.cancel.begun) < len(self.done):
-            return None
-        cancel, self.cancel = self.cancel, None
-        return cancel, min(cancel.last, max(cancel.begun.values()))
 
     def apart(self, what: str, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
         """Returns what to say of a command that failed on some tasks alone, and these."""

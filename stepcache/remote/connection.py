@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from stepcache.units import counted
 
 IN_FLIGHT, IN_FLIGHT_BYTES = 32, 256 << 20
 """Runs of one client that may be under way, and bytes of their values outside shared memory."""
-_SOON_ANSWERED = (Kind.FETCH, Kind.OPEN, Kind.STATUS, Kind.CANCEL)
+_SOON_ANSWERED = (Kind.FETCH, Kind.OPEN, Kind.STATUS)
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
 
@@ -34,12 +32,9 @@ class Connection(Link):
         self._fetching: set[int] = set()  # Numbers of the fetches that have not ended.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
-        self._cancelling = threading.RLock()
-        self._steps: deque[int] = deque()  # Runs that may be cancelled.
-        self._cancelled_in = 0  # Incarnation of the tasks that have cancelled a run at last.
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
         super().__init__(*args, **options)
-        self.on_restart += [self._freed.clear, self._steps.clear]
+        self.on_restart.append(self._freed.clear)
 
     def run(
         self,
@@ -48,8 +43,6 @@ class Connection(Link):
         body: bytes,
         values: Values,
         kind: Kind = Kind.RUN,
-        *,
-        is_step: bool = False,
     ) -> int:
         """Starts a run, after `make_room`. Returns its number.
 
@@ -59,7 +52,6 @@ class Connection(Link):
             body: a new form, and values; empty for none.
             values: that the run brings.
             kind: `PUT` keeps arrays without a program.
-            is_step: whether it may be cancelled.
 
         Raises:
             RankLostError: these tasks were lost.
@@ -75,22 +67,7 @@ class Connection(Link):
                 self._kept.append((number, values.kept, len(values.blob)))
                 self._kept_bytes += len(values.blob)
             self.sent_bytes["runs"] += self.send(data)
-            if is_step:
-                self._steps.append(number)
-                while self._steps[0] <= self.done:
-                    self._steps.popleft()
         return number
-
-    def cancel(self) -> int:
-        """Takes back the runs that no task has begun. Returns how many steps these are."""
-        with self._cancelling:
-            incarnation = self.ready()
-            last = self.runs
-            (answer,) = self.ask(Kind.CANCEL, last, incarnation=incarnation)
-            with self.lock:
-                found = sum(answer.value < number <= last for number in self._steps)
-            self._cancelled_in = incarnation if found else self._cancelled_in
-            return found
 
     def make_room(self, incarnation: int) -> None:
         """Waits while too many runs are under way, or much is still to be sent.
@@ -111,9 +88,9 @@ class Connection(Link):
         if self.done < number:
             self.wait_until(lambda: self.done >= number, incarnation)
 
-    def is_in_doubt(self, number: int) -> bool:
-        """Whether only the tasks can say if outputs of a run that is done have values."""
-        return self._cancelled_in == self.incarnation or number in self._failures
+    def has_failed(self, number: int) -> bool:
+        """Whether a run is known to have failed. Outputs that it carries may have values."""
+        return number in self._failures
 
     def check(self, number: int) -> None:
         """Raises `TaskError` if a run is known to have failed."""

@@ -32,13 +32,11 @@ class Output:
 
     Attributes:
         tasks: messages.
-        listeners: messages to the threads of the tasks that listen while a run waits.
         clients: messages, with the numbers of the clients.
         lost: why the tasks have to be ended, and which are to blame; None if they need not.
     """
 
     tasks: list[Message] = field(default_factory=list)
-    listeners: list[Message] = field(default_factory=list)
     clients: list[tuple[int, Message]] = field(default_factory=list)
     lost: tuple[str, list[int]] | None = None
 
@@ -67,7 +65,7 @@ class Coordinator:
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
         self._joined: dict[int, str] = {}  # Tasks, and their processes.
         self._clients: dict[int, Client] = {}
-        self._left: dict[int, tuple[Client, set[int]]] = {}  # And the tasks that still serve it.
+        self._left: dict[int, Client] = {}  # Of whose commands tasks may have some left.
         self._last_client = self._last_variable = 0
         self._programs = Programs(tasks)
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
@@ -107,9 +105,8 @@ class Coordinator:
         output = Output()
         if message.incarnation != self.incarnation:
             return output
-        kind, client = message.kind, self._clients.get(message.client)
-        if client is None and message.client in self._left:
-            client, _ = self._left[message.client]
+        kind = message.kind
+        client = self._clients.get(message.client) or self._left.get(message.client)
         if kind is Kind.FAILED and message.data(dict[str, Any]).get("is_lost"):
             output.lost = message.data()["why"], []
             return output
@@ -121,12 +118,6 @@ class Coordinator:
             if client.reached(task, message.number):
                 output.clients.append((message.client, message._replace(number=client.told)))
             output.lost = client.done_by_some()
-        elif kind is Kind.HOLD and client is not None:
-            if (found := client.has_begun(task, message.number, message.value)) is not None:
-                cancel, after = found
-                message = message._replace(kind=Kind.CANCEL, value=after)
-                output.listeners.append(message)
-                output.clients.append((message.client, message._replace(number=cancel.number)))
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
             why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
@@ -135,22 +126,25 @@ class Coordinator:
                 output.lost = client.done_by_some()
             elif kind is Kind.DATA or message.value in _ASKED:
                 output.lost = client.answers(task, message.number, why)
-        elif kind is Kind.DROP and message.client in self._left:
-            self._left[message.client][1].discard(task)
+        elif kind is Kind.DROP and client is not None:
+            client.not_dropped_by.discard(task)
+            if not client.not_dropped_by:
+                self._left.pop(message.client, None)  # No command is left that names its memory.
         elif kind is Kind.FAILED and not message.client:
             waiting = self._programs.has_failed(message.value)
             output.clients += [(each, message._replace(number=n)) for each, n in waiting]
-        if (left := self._left.get(message.client)) and not left[1] and left[0].cancel is None:
-            del self._left[message.client]  # No command is left that names its memory.
-            output.listeners.append(Message(Kind.DROP, message.client, self.incarnation))
         return output
 
     def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
         """Returns commands that failed on some tasks, and that the others have come to."""
-        # Also of clients that have ended, of whose commands some are left.
-        return failed_alone(
-            self._clients | {number: client for number, (client, _) in self._left.items()}
-        )
+        return failed_alone(self._served)
+
+    @property
+    def _served(self) -> dict[int, Client]:
+        """The clients of whose commands tasks may have some left, by number; first those that have
+        left.
+        """
+        return self._left | self._clients
 
     @property
     def compiling(self) -> list[str]:
@@ -165,7 +159,7 @@ class Coordinator:
             behind = [
                 f"run {client.done[task] + 1} of {client} ({client.runs} are started, the last of "
                 f"{names.get(client.latest, '?')!r})"
-                for client in self._clients.values()
+                for client in self._served.values()
                 if client.done[task] < client.runs
             ]
             texts.append(f"task {task}: {', '.join(behind) or 'has nothing to do'}")
@@ -196,10 +190,6 @@ class Coordinator:
             return self._refuse(number, message, "the tasks were started again", "restarted")
         if message.kind is Kind.OPEN:
             return self._open(number, client, message)
-        if message.kind is Kind.CANCEL:
-            if client.cancels(message.number, message.value) is None:
-                return self._refuse(number, message, "runs are being cancelled", "cancel")
-            return Output(listeners=[self._hold(number, client)])
         if message.kind not in COMMANDS or message.kind is Kind.DROP:
             raise MalformedMessageError(f"no client sends {message.kind.name}")
         if message.kind not in (Kind.FETCH, Kind.FREE):
@@ -233,7 +223,10 @@ class Coordinator:
         return number, Message(Kind.WELCOME, number, self.incarnation, body=body)
 
     def left(self, number: int) -> Output:
-        """Notes that a client has left, or has ended. A client without a name leaves nothing."""
+        """Notes that a client has left, or has ended. A client without a name leaves nothing.
+
+        What it has started runs to its end on all tasks, which then drop what it held.
+        """
         client = self._clients.pop(number, None)
         if client is None:
             return Output()
@@ -246,16 +239,9 @@ class Coordinator:
                 self._by_variable.pop(each, None)
         if not self.is_ready:
             return Output()
-        self._left[number] = client, set(range(self.tasks))
+        self._left[number], client.not_dropped_by = client, set(range(self.tasks))
         body = packed(variables=variables)
-        output = Output([Message(Kind.DROP, number, self.incarnation, body=body)])
-        if not client.name and client.told < client.runs and client.cancels(0, client.runs):
-            output.listeners.append(self._hold(number, client))
-        return output
-
-    def _hold(self, number: int, client: Client) -> Message:
-        assert client.cancel is not None
-        return Message(Kind.HOLD, number, self.incarnation, client.cancel.last)
+        return Output([Message(Kind.DROP, number, self.incarnation, body=body)])
 
     def _refuse(self, number: int, message: Message, why: str, kind: str) -> Output:
         self.counts["refused"] += 1

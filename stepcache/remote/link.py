@@ -125,7 +125,9 @@ class Link:
         return None
 
     def close(self) -> None:
-        """Leaves: the tasks drop what this client holds, unless it has a name."""
+        """Leaves: the tasks run what this client has started, and then drop what it holds. Under a
+        name, its variables stay.
+        """
         is_forked = self._pid != os.getpid()  # The lock may be held for ever then.
         with contextlib.nullcontext() if is_forked else self.lock:
             if self._channel is not None:

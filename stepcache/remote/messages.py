@@ -55,8 +55,6 @@ class Kind(IntEnum):
     STATUS = 30
     REFUSED = 31
     HANG = 32  # Nothing has come of a client's commands for long: where are the tasks?
-    HOLD = 33  # Begin no run up to `number`. And the answer: `value` is the last that has begun.
-    CANCEL = 34  # Leave out the runs after `value`, up to `number`.
 
 
 COMMANDS = frozenset(Kind(number) for number in range(Kind.PROGRAM, Kind.DROP + 1))

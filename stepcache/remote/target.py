@@ -196,9 +196,7 @@ class Target:
             program = self._obtain(engine, scope, request, started, explicit=False)
         else:
             engine.miss_log.count(hits=1)
-        plan = CallPlan(engine.spec, request, arguments, program)
-        plan.is_step = engine not in self._engines.values()
-        return plan
+        return CallPlan(engine.spec, request, arguments, program)
 
     def warm(self, engine: Any, scope: Scope, args: tuple, kwargs: dict) -> None:
         """Has the program of a call compiled by the tasks, and runs nothing."""
@@ -258,12 +256,11 @@ class Target:
                 "refs": refs.rows,
                 "takes": takes.rows,
                 "writes": plan.writes,
-                "always": not plan.is_step,
             }
         if feeds:
             about |= {"feeds": feeds, **values.fields}
         body = packed(**about) if about else b""
-        connection.run(incarnation, number, body, values, is_step=plan.is_step)
+        connection.run(incarnation, number, body, values)
         for each in taken:
             each.donated()
         for variables in plan.outputs.written:

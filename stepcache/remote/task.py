@@ -31,10 +31,9 @@ from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.specs import decode_spec
 from stepcache.link.processes import Process
-from stepcache.remote.cancelling import Gate, listen
 from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.messages import Kind, Message, Values, decode, packed, receive_array
-from stepcache.remote.task_arrays import CANCELLED, Arrays, Failed, RunFailed
+from stepcache.remote.task_arrays import Arrays, Failed, RunFailed
 from stepcache.remote.task_programs import Program
 from stepcache.serving.channel import Channel
 from stepcache.serving.shared_memory import Opened, Pool
@@ -50,14 +49,11 @@ class Task:
     Args:
         channel: to the coordinator.
         incarnation: of the tasks.
-        gate: says which runs are cancelled.
         shares: whether values that are sent may be in shared memory.
     """
 
-    def __init__(
-        self, channel: Channel[Message], incarnation: int, gate: Gate, shares: bool = True
-    ):
-        self._channel, self._incarnation, self._gate = channel, incarnation, gate
+    def __init__(self, channel: Channel[Message], incarnation: int, shares: bool = True):
+        self._channel, self._incarnation = channel, incarnation
         self._arrays = Arrays()
         self._programs: dict[int, Any] = {}
         self._forms: dict[int, OrderedDict[int, dict[str, Any]]] = {}
@@ -140,7 +136,6 @@ class Task:
         while self._waits and self._pending:  # Reported before this run, which may never end.
             self._finish()
         client, number = message.client, message.number
-        is_left_out = self._gate.begins(client, number) and not form.get("always")
         leaves: list[Any] = []
         rows, value_of = iter(about.get("feeds", [])), self._values(message, about)
         for ref in form["refs"]:
@@ -149,23 +144,19 @@ class Task:
                 leaves += [self._placed(next(rows, None), each, value_of) for each in shardings]
             else:
                 leaves += self._arrays.look_up(client, number, ref)
-        failures = {leaf for leaf in leaves if isinstance(leaf, Failed)}
         try:
-            if is_left_out or CANCELLED in failures:
-                outputs = program.left_out(leaves, CANCELLED)
-            elif failures:
-                raise RunFailed(failures.pop().why)
-            else:
-                outputs = program.call(*leaves)
+            for leaf in leaves:
+                if isinstance(leaf, Failed):
+                    raise RunFailed(leaf.why)
+            outputs = program.call(*leaves)
             if self._waits:  # Processes that share CPUs may deadlock with several runs in flight.
-                jax.block_until_ready([each for each in outputs if each is not CANCELLED])
+                jax.block_until_ready(outputs)
         except Exception as error:
             why = str(error) if isinstance(error, RunFailed) else first_line(error)
-            self._keep(client, number, form, program.left_out(leaves, Failed(why)))
+            self._keep(client, number, form, program.outputs_of_failed(leaves, Failed(why)))
             raise
         self._keep(client, number, form, outputs)
-        running = [each for each in outputs if not isinstance(each, Failed)]
-        self._pending.append((client, number, running))
+        self._pending.append((client, number, outputs))
 
     def _keep(self, client: int, number: int, form: dict[str, Any], outputs: list[Any]) -> None:
         """Keeps the outputs of a run, and drops what it has taken."""
@@ -215,6 +206,10 @@ class Task:
         self._arrays.free(message.client, message.data(dict[str, Any])["rows"])
 
     def _drop(self, message: Message) -> None:
+        # Its runs end first. Until all tasks have dropped it, the coordinator knows the client, and
+        # notices a run that fails on one task alone, while the others wait in it.
+        while any(client == message.client for client, *_ in self._pending):
+            self._finish()
         self._arrays.drop(message.client, message.data(dict[str, Any])["variables"])
         for each in (self._forms, self._sent, self._opened):
             each.pop(message.client, None)
@@ -344,28 +339,19 @@ def main(arguments: Sequence[str], key: bytes = b"") -> None:
         own = None if key else list(range(first, first + int(devices)))
         jax.distributed.initialize(pod, int(tasks), int(rank), local_device_ids=own)
     found = jax.devices()
-    about = {
-        "task": int(rank),
-        "process": str(Process.current()),
-        "devices": len(found),
-        "platform": export.default_export_platform(),  # Not "gpu": "cuda" or "rocm".
-        "kind": found[0].device_kind,
-    }
-
-    def joined(**more: Any) -> Channel[Message]:
-        channel = Channel.to(address, decode, key)
-        hello = Message(Kind.HELLO, 0, int(incarnation), 0, 0, packed(**about, **more))
-        channel.send(hello.encoded())
-        return channel
-
-    gate = Gate()
-    arguments_of_listen = joined(listens=True), int(incarnation), gate
-    threading.Thread(target=listen, args=arguments_of_listen, daemon=True).start()
-    channel = joined()
+    body = packed(
+        task=int(rank),
+        process=str(Process.current()),
+        devices=len(found),
+        platform=export.default_export_platform(),  # Not "gpu": "cuda" or "rocm".
+        kind=found[0].device_kind,
+    )
+    channel = Channel.to(address, decode, key)
+    channel.send(Message(Kind.HELLO, 0, int(incarnation), body=body).encoded())
     # JAX takes SIGTERM for a notice to come.
     with signals_handled((signal.SIGTERM,), signal.SIG_DFL):  # type: ignore[arg-type]
         with contextlib.suppress(ConnectionError):
-            Task(channel, int(incarnation), gate, shares=not key).run()
+            Task(channel, int(incarnation), shares=not key).run()
         os._exit(0)
 
 

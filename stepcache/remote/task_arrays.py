@@ -5,13 +5,10 @@ from typing import Any
 
 
 class Failed:
-    """Stands for an array that is not there: its run has failed, or was cancelled."""
+    """Stands for an array that is not there, and says why."""
 
     def __init__(self, why: str):
         self.why = why
-
-
-CANCELLED = Failed("the step was cancelled before it began")
 
 
 class RunFailed(Exception):

@@ -67,7 +67,6 @@ class TaskGroup:
         self._processes: Sequence[Launched] = ()
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
-        self._listeners: dict[int, _Peer] = {}  # Of the tasks.
         self._failures, self._had_clients = 0, False
         self._alone: dict[tuple[int, str, int], float] = {}  # Failed on some tasks; since when.
         self._start()
@@ -145,15 +144,11 @@ class TaskGroup:
     def _task_joined(self, peer: _Peer, message: Message) -> None:
         about = message.data(dict[str, Any])
         task, text = about.pop("task", None), about.get("process")
-        listens = about.pop("listens", False)
         process = Process.parse(text) if isinstance(text, str) else None
         is_ours = process is not None and type(task) is int and self._is_task(task, process)
         if not is_ours or message.incarnation != self._incarnation:
             raise MalformedMessageError(f"it is of no task: {text!r}")
         peer.task = task
-        if listens:
-            self._listeners[task] = peer
-            return
         self._tasks[task] = peer
         self._failures = 0
         self._send(self.coordinator.joined(task, about))
@@ -175,13 +170,6 @@ class TaskGroup:
             data = message.encoded()
             for peer in list(self._tasks.values()):
                 self._send_to(peer, data)
-        for message in output.listeners:
-            for task in range(self.coordinator.tasks):
-                if (peer := self._listeners.get(task)) is not None:
-                    self._send_to(peer, message.encoded())
-                elif message.kind is Kind.HOLD:  # It cannot be asked.
-                    begun = message._replace(value=message.number)
-                    self._send(self.coordinator.from_task(task, begun))
         for number, message in output.clients:
             if (peer := self._clients.get(number)) is not None:
                 self._send_to(peer, message.encoded())
@@ -280,10 +268,9 @@ class TaskGroup:
         self.stop()
 
     def _end_tasks(self) -> None:
-        for peers in (self._tasks, self._listeners):
-            for peer in peers.values():
-                self._peers.close_one(peer)
-            peers.clear()
+        for peer in self._tasks.values():
+            self._peers.close_one(peer)
+        self._tasks.clear()
         for each in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 each.kill()

@@ -45,16 +45,16 @@ class Program:
         self.outputs = len(out_shardings)
         self._carried = about["carried"]
 
-    def left_out(self, leaves: list[Any], rest: Failed) -> list[Any]:
-        """Returns the outputs of a call that is not made, or fails: the carry is as it was given.
+    def outputs_of_failed(self, leaves: list[Any], failed: Failed) -> list[Any]:
+        """Returns the outputs of a call that has failed: the carry is as it was given.
 
-        `rest` stands for all other outputs, and for a carry that the call has donated.
+        `failed` stands for all other outputs, and for a carry that the call has donated.
         """
-        outputs: list[Any] = [rest] * self.outputs
+        outputs: list[Any] = [failed] * self.outputs
         for output, number in enumerate(self._carried):
             leaf = leaves[number]
             is_gone = not isinstance(leaf, Failed) and leaf.is_deleted()
-            outputs[output] = rest if is_gone else leaf
+            outputs[output] = failed if is_gone else leaf
         return outputs
 
     def compile(self) -> list[Any]:

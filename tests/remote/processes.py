@@ -48,6 +48,11 @@ def has_ended(pid):
         return True
 
 
+def resident_bytes(pid):
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 class RunningTasks:
     """Tasks that run until they are closed, for any number of sessions."""
 

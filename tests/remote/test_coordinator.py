@@ -3,18 +3,15 @@
 import dataclasses
 import hashlib
 import itertools
-import os
 import random
 import struct
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import stepcache as sc
-from stepcache.remote.cancelling import Gate
 from stepcache.remote.coordinator import Coordinator
 from stepcache.remote.local_tasks import address
 from stepcache.remote.messages import (
@@ -29,6 +26,7 @@ from stepcache.remote.messages import (
 )
 from stepcache.serving.channel import Channel
 from stepcache.serving.messages import MalformedMessageError
+from tests.remote.processes import resident_bytes
 
 PROGRAM = b"a program"
 DIGEST = hashlib.sha256(PROGRAM).digest()
@@ -69,7 +67,6 @@ class Network:
         self.coordinator = Coordinator(tasks, lambda: Memory(self))
         self.logs = [[] for _ in range(tasks)]
         self.queues = [[] for _ in range(tasks)]
-        self.gates, self.told, self.held_back = [], [], []
         self.received = {}
         self.restart()
 
@@ -77,8 +74,7 @@ class Network:
         self.coordinator.started()
         self.logs = [[] for _ in self.logs]
         self.queues = [[] for _ in self.queues]
-        self.gates, self.told = [Gate() for _ in self.queues], [[] for _ in self.queues]
-        self.held_back = [{} for _ in self.queues]  # Up to which run of each client.
+        self.outputs = [set() for _ in self.queues]  # Clients and runs whose outputs are kept.
         for task in range(len(self.queues)):
             self.send(self.coordinator.joined(task, {"devices": 2, "platform": "cpu"}))
 
@@ -86,9 +82,6 @@ class Network:
         for message in output.tasks:
             for queue in self.queues:
                 queue.append(message)
-        for message in output.listeners:
-            for told in self.told:
-                told.append(message)
         for client, message in output.clients:
             self.received.setdefault(client, []).append(message)
 
@@ -107,18 +100,17 @@ class Network:
     def work(self, task):
         """One task carries out its next command."""
         message = self.queues[task].pop(0)
-        is_run = message.kind is Kind.RUN
-        is_cancelled = is_run and self.gates[task].begins(message.client, message.number)
-        about = message.kind, message.client, message.number, message.value
-        self.logs[task].append((*about, is_cancelled))
+        self.logs[task].append((message.kind, message.client, message.number, message.value))
         incarnation = self.coordinator.incarnation
         if message.body and "blocks" in (about := message.data()):
             assert {row[1] for row in about["blocks"]} <= {each.number for each in self.held}
         if message.kind is Kind.PROGRAM:
             reply = Message(Kind.READY, 0, incarnation, 0, message.value, packed(specs=[]))
         elif message.kind is Kind.RUN:
+            self.outputs[task].add((message.client, message.number))
             reply = Message(Kind.DONE, message.client, incarnation, message.number)
         elif message.kind is Kind.DROP:
+            self.outputs[task] = {row for row in self.outputs[task] if row[0] != message.client}
             reply = Message(Kind.DROP, message.client, incarnation)
         elif message.kind in (Kind.SAVE, Kind.RESTORE):
             reply = Message(Kind.DATA, message.client, incarnation, message.number, 0, packed())
@@ -126,36 +118,14 @@ class Network:
             return
         self.send(self.coordinator.from_task(task, reply))
 
-    def listen(self, task):
-        """The thread of a task that listens takes its next message."""
-        message = self.told[task].pop(0)
-        if message.kind is Kind.CANCEL:
-            del self.held_back[task][message.client]
-            self.gates[task].cancel(message.client, message.value, message.number)
-            return
-        if message.kind is Kind.DROP:
-            self.gates[task].forget(message.client)
-            return
-        self.held_back[task][message.client] = message.number
-        begun = self.gates[task].hold(message.client, message.number)
-        self.send(self.coordinator.from_task(task, message._replace(value=begun)))
+    def work_all(self):
+        while busy := self.busy:
+            self.work(self.random.choice(busy))
 
     @property
-    def acts(self):
-        """What tasks could do now."""
-        found = [(self.listen, task) for task, told in enumerate(self.told) if told]
-        for task, queue in enumerate(self.queues):
-            waits = queue and queue[0].kind is Kind.RUN
-            if queue and not (
-                waits and queue[0].number <= self.held_back[task].get(queue[0].client, 0)
-            ):
-                found.append((self.work, task))
-        return found
-
-    def work_all(self):
-        while acts := self.acts:
-            act, task = self.random.choice(acts)
-            act(task)
+    def busy(self):
+        """The tasks that have something to do."""
+        return [task for task, queue in enumerate(self.queues) if queue]
 
     def kinds(self, client):
         return [message.kind for message in self.received.get(client, [])]
@@ -345,70 +315,24 @@ def test_a_task_that_reports_the_loss_of_another_ends_all():
     assert output.lost == ("no memory", []) and not output.clients
 
 
-def begun_runs(network, task, client):
-    return [
-        (number, is_cancelled)
-        for kind, each, number, _, is_cancelled in network.logs[task]
-        if kind is Kind.RUN and each == client
-    ]
-
-
-def test_what_any_task_has_begun_is_done_by_all_and_the_rest_by_none():
-    network = Network(3)
-    client, other = network.hello(), network.hello()
-    for number in range(1, 7):
-        network.tell(client, Kind.RUN, number, 1, form=FORM)
-    network.tell(other, Kind.RUN, 1, 1, form=FORM)
-    network.work(1)
-    network.work(1)
-    network.work(2)
-    network.tell(client, Kind.CANCEL, 9, 5)
-    network.tell(client, Kind.CANCEL, 10, 6)
-    assert network.kinds(client)[-1] is Kind.REFUSED  # One at a time.
-    network.tell(client, Kind.RUN, 7, 1)
-    for task in (2, 0):
-        network.listen(task)
-    assert (network.work, 0) not in network.acts and (network.work, 1) in network.acts
-    network.work(1)  # It begins another one, before it is asked.
-    network.listen(1)
-    network.work_all()
-    expected = [(n, 3 < n <= 5) for n in range(1, 8)]
-    for task in range(3):
-        assert begun_runs(network, task, client) == expected
-        assert begun_runs(network, task, other) == [(1, False)]
-    answer = next(m for m in network.received[client] if m.kind is Kind.CANCEL)
-    assert (answer.number, answer.value) == (9, 3)
-
-
 @pytest.mark.parametrize("name", ["", "train"])
-def test_runs_of_a_client_that_has_left_are_cancelled_unless_it_has_a_name(name):
+def test_what_a_client_that_has_left_has_started_runs_on_all_tasks_to_its_end(name):
     network = Network(2)
-    client = network.hello(name)
+    client, other = network.hello(name), network.hello()
     for number in range(1, 6):
         network.tell(client, Kind.RUN, number, 1, form=FORM)
     network.work(0)
-    network.work(0)
     network.send(network.coordinator.left(client))
-    for task in range(2):
-        if not name:
-            network.listen(task)
+    network.tell(other, Kind.RUN, 1, 1, form=FORM)
+    who = "'train'" if name else "1"
+    assert f"task 1: run 1 of client {who} (5 are started" in network.coordinator.where()
     network.work_all()
-    expected = [(n, n > 2 and not name) for n in range(1, 6)]
-    assert [begun_runs(network, task, client) for task in range(2)] == [expected, expected]
-
-
-def test_a_cancel_ends_with_the_tasks():
-    network = Network(2)
-    client = network.hello()
-    network.tell(client, Kind.RUN, 1, 1, form=FORM)
-    network.tell(client, Kind.CANCEL, 9, 1)
-    network.restart()
-    network.tell(client, Kind.RUN, 1, 1, form=FORM)
-    network.tell(client, Kind.CANCEL, 10, 1)
-    network.listen(0)
-    network.listen(1)
-    network.work_all()
-    assert begun_runs(network, 0, client) == begun_runs(network, 1, client) == [(1, True)]
+    runs = [(Kind.RUN, client, number, 1) for number in range(1, 6)]
+    assert network.logs[0] == [*runs, (Kind.DROP, client, 0, 0), (Kind.RUN, other, 1, 1)]
+    assert network.logs[1] == network.logs[0]
+    assert network.outputs == [{(other, 1)}] * 2
+    assert network.received[other][-1].kind is Kind.DONE
+    assert network.coordinator.where() == ("task 0: has nothing to do; task 1: has nothing to do")
 
 
 def test_a_client_that_watches_cannot_write():
@@ -421,7 +345,7 @@ def test_a_client_that_watches_cannot_write():
 
 @pytest.mark.seeds(1000, few=100)
 def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
-    """Clients run, cancel, come, and are killed at any moment; tasks are as fast as they like."""
+    """Clients run, come, and are killed at any moment; tasks are as fast as they like."""
     network = Network(network_tasks := 3, seed)
     chance = network.random
     clients = {network.hello(): 0 for _ in range(3)}
@@ -448,19 +372,16 @@ def test_tasks_carry_out_the_same_commands_in_the_same_order(seed):
             network.received.clear()
             network.restart()
             clients = dict.fromkeys(clients, 0)
-        elif act < 0.55 and clients:
-            client = chance.choice(list(clients))
-            network.tell(client, Kind.CANCEL, 7, clients[client])
-        elif acts := network.acts:
-            work, task = chance.choice(acts)
-            work(task)
+        elif busy := network.busy:
+            network.work(chance.choice(busy))
         shortest = min(network.logs, key=len)
         assert all(log[: len(shortest)] == shortest for log in network.logs)
     network.work_all()
     assert all(log == network.logs[0] for log in network.logs) and network_tasks == 3
-    assert not any(number == 10**6 for _, _, number, _, _ in network.logs[0])
-    assert not any(network.queues) and not any(network.told) and not any(network.held_back)
-    assert not network.held
+    assert not any(number == 10**6 for _, _, number, _ in network.logs[0])
+    assert not any(network.queues) and not network.held and not network.coordinator._left
+    for kept in network.outputs:  # Nothing of those that have left, all of the others.
+        assert kept == {(c, run) for c, runs in clients.items() for run in range(1, runs + 1)}
     for client, runs in clients.items():
         done = [m.number for m in network.received.get(client, []) if m.kind is Kind.DONE]
         assert done == sorted(done) and (not runs or done[-1] == runs)
@@ -574,11 +495,6 @@ def test_malformed_messages_are_counted_and_nothing_else(one_task):
     counts = connection.status()["counts"]
     assert counts["malformed"] > 5000
     assert memory[-1] - memory[2] < 8 << 20
-
-
-def resident_bytes(pid):
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_hostile_command_fails_alone(one_task):

@@ -10,7 +10,6 @@ import pytest
 
 import stepcache as sc
 from stepcache.remote import messages
-from stepcache.remote.cancelling import Gate
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.remote.target import Target
 from stepcache.remote.task import Task
@@ -178,7 +177,7 @@ class Replies:
 def test_a_reply_that_is_too_large_fails_alone(monkeypatch):
     """The coordinator would take it for no message, and end the task."""
     replies = Replies()
-    task = Task(replies, 1, Gate(), shares=False)  # type: ignore[arg-type]
+    task = Task(replies, 1, shares=False)  # type: ignore[arg-type]
     task._arrays.keep(1, 1, [jnp.ones(1000)])
     body = packed(refs=[["o", 0, 0, 1]], first=7, only_look=False, **{"from": 1})
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 2000)

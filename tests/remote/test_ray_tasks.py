@@ -14,6 +14,7 @@ import stepcache as sc
 from stepcache.link.processes import Process
 from stepcache.remote.messages import Kind, Message, decode, packed
 from stepcache.serving.channel import Channel
+from tests.remote.test_hangs import endless
 
 LIMIT_SECONDS = 120
 ROWS = np.ones((2, 1 << 16), np.float32)
@@ -69,6 +70,7 @@ def test_the_coordinator_is_killed(pool):
         state = sc.Variables(np.float32(0), name="state")
         add(state, ROWS)
         before = ray_tasks.find(pool)["process"]
+        endless(np.float32(1))  # So that the tasks do not notice it by themselves.
         tasks = session._scope.target.connection.status()["processes"]
         killed(before)
         with pytest.raises(sc.RankLostError, match="coordinator of the tasks has ended"):
