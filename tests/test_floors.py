@@ -52,7 +52,7 @@ SIZES = {
     "deployment cli modules nnx equinox": 2_557,
     "report": 2_255,
     "engine dispatcher": 600,
-    "serving remote": 10_470,
+    "serving remote": 10_468,
     "programs": 3_088,
     "calls": 2_200,
     "variables resident": 4_305,

@@ -65,7 +65,7 @@ class Coordinator:
         self.devices: dict[str, Any] = {}  # What the tasks say of their devices.
         self._joined: dict[int, str] = {}  # Tasks, and their processes.
         self._clients: dict[int, Client] = {}
-        self._left: dict[int, Client] = {}  # Of whose commands tasks may have some left.
+        self._left: dict[int, Client] = {}  # Whose commands tasks may still carry out.
         self._last_client = self._last_variable = 0
         self._programs = Programs(tasks)
         self._variables: dict[str, dict[str, _Variable]] = {}  # By name of the client, and own.
@@ -141,9 +141,7 @@ class Coordinator:
 
     @property
     def _served(self) -> dict[int, Client]:
-        """The clients of whose commands tasks may have some left, by number; first those that have
-        left.
-        """
+        """Clients whose commands tasks may still carry out; first those that have left."""
         return self._left | self._clients
 
     @property
