@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.monitoring
 
@@ -216,8 +216,8 @@ class Moved(NamedTuple):
     link_bytes: tuple[tuple[str, int], ...]
 
 
-Event = StageStarted | Built | Loaded | BuildFailed | Evicted | Moved
-Subscriber = Callable[[Event], None]
+_Monitored = Built | Loaded | BuildFailed | Evicted | Moved  # What `jax.monitoring` hears of.
+Event = StageStarted | _Monitored
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,26 +318,26 @@ class Recorder:
 
     def __init__(self):
         self._events = collections.deque[Event](maxlen=_EVENTS_KEPT)
-        self._subscribers: tuple[Subscriber, ...] = ()
+        self._subscribers: tuple[tuple[Callable[[Any], None], Any], ...] = ()
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
         self._events.append(event)
-        _mirror(event)
-        for subscriber in self._subscribers:
+        for subscriber, kinds in self._subscribers:
             try:
-                subscriber(event)
+                if isinstance(event, kinds):
+                    subscriber(event)
             except Exception:
                 _log.exception("a subscriber to stepcache's events failed on %r", event)
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Calls `subscriber` with each later event. Returns a function that unsubscribes it."""
+    def subscribe(self, subscriber: Callable, kinds: Any = Event) -> Callable[[], None]:
+        """Calls `subscriber` with later events of these kinds. Returns what unsubscribes it."""
         with self._lock:
-            self._subscribers = (*self._subscribers, subscriber)
+            self._subscribers = (*self._subscribers, (subscriber, kinds))
 
         def unsubscribe() -> None:
             with self._lock:
-                self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+                self._subscribers = tuple(s for s in self._subscribers if s[0] is not subscriber)
 
         return unsubscribe
 
@@ -346,7 +346,7 @@ class Recorder:
         return [event for event in list(self._events) if isinstance(event, kind)]
 
 
-def _mirror(event: Event) -> None:
+def _mirror(event: _Monitored) -> None:
     durations: Mapping[str, float] = {}
     match event:
         case Built():
@@ -363,8 +363,6 @@ def _mirror(event: Event) -> None:
                 details = {"step": event.step, "link": link, "size_bytes": size}
                 jax.monitoring.record_event("/stepcache/moved", **details)
             return
-        case _:
-            return
     # As of JAX's own events, only those with a duration or a size have more than a name: listeners
     # of the others may take nothing else.
     jax.monitoring.record_event(f"/stepcache/{name}")
@@ -374,3 +372,4 @@ def _mirror(event: Event) -> None:
 
 
 recorder = Recorder()
+recorder.subscribe(_mirror, _Monitored)

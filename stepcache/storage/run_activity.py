@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from stepcache.events import Event, Moved, recorder
+from stepcache.events import Moved, recorder
 from stepcache.link.plain import record_of
 from stepcache.storage.private_files import replace_file
 from stepcache.weak_objects import WeakObjects
@@ -101,10 +101,8 @@ class ActivityLog:
             self._begin()  # A forked child is another run.
         return self
 
-    def __call__(self, event: Event) -> None:
-        """Counts a `Moved` event; a subscriber of the recorder."""
-        if type(event) is not Moved:
-            return
+    def __call__(self, event: Moved) -> None:
+        """Counts what was moved; a subscriber of the recorder."""
         self._here()
         with self._lock:
             index = self._index()
@@ -204,4 +202,4 @@ def read_activity(file: Path) -> Activity | None:
 
 
 activity_log = ActivityLog()
-recorder.subscribe(activity_log)
+recorder.subscribe(activity_log, Moved)
