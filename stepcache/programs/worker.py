@@ -8,6 +8,7 @@ left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -100,7 +101,7 @@ class Worker:
     def submit(self, work: Callable[[], None]) -> None:
         """Runs `work` in the background; here if no thread starts."""
         _process_hooks.at_end_of_child(_end)
-        job = _Job(self, work)
+        job = functools.partial(self._do, [work])
         try:
             future = self._executor.submit(job)
         except (RuntimeError, MemoryError) as error:  # Too many threads, or Python's end.
@@ -108,6 +109,23 @@ class Worker:
             return job()
         self._jobs[future] = None
         future.add_done_callback(self._jobs.pop)
+
+    def _do(self, job: list[Callable[[], None]]) -> None:
+        """Does a job, once: an executor that could not start a thread has it in its queue."""
+        _wait_for_python(self)
+        with contextlib.suppress(IndexError):
+            work, started = job.pop(), time.monotonic()
+            self._run(work)
+            self.job_seconds += (time.monotonic() - started - self.job_seconds) / 8
+            self._run(self.after)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            # Else a call beside it would wait for Python's lock as long as that lets it.
+            with _process_hooks.quick_switching():
+                work()
+        except BaseException:
+            _log.exception("%s: a job failed", self._name)
 
     def has_more(self) -> bool:
         """Whether other jobs wait, for the one that asks."""
@@ -119,30 +137,6 @@ class Worker:
         while jobs := set(self._jobs):
             wait(jobs)
         self.is_urgent.clear()
-
-
-class _Job:
-    """A job, which runs once: an executor that could not start a thread has it in its queue."""
-
-    def __init__(self, worker: Worker, work: Callable[[], None]):
-        self._worker, self._work = worker, [work]
-
-    def __call__(self) -> None:
-        worker = self._worker
-        _wait_for_python(worker)
-        with contextlib.suppress(IndexError):
-            work, started = self._work.pop(), time.monotonic()
-            self._run(work)
-            worker.job_seconds += (time.monotonic() - started - worker.job_seconds) / 8
-            self._run(worker.after)
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            # Else a call beside it would wait for Python's lock as long as that lets it.
-            with _process_hooks.quick_switching():
-                work()
-        except BaseException:
-            _log.exception("%s: a job failed", self._worker._name)
 
 
 _live: WeakObjects[Worker] = WeakObjects()
