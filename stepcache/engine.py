@@ -21,6 +21,7 @@ from stepcache.calls.context import Scope, current_scope, in_mesh_of
 from stepcache.calls.global_arguments import GlobalArguments, is_of_pod
 from stepcache.calls.key import Key
 from stepcache.calls.layers import count_step
+from stepcache.calls.nnx_modules import checking_modules
 from stepcache.calls.placement import (
     check_budget,
     check_runnable,
@@ -199,7 +200,7 @@ class Engine:
             with contextlib.suppress(Unreadable):
                 request = self.request(scope, args, kwargs)
                 with jaxcompat.tracing_context(request.mesh):
-                    return trace(self.spec, request).as_traced()
+                    return trace(checking_modules(self.spec, request.call), request).as_traced()
         with jaxcompat.tracing_context(None):
             return self.spec.jitted.trace(*args, **kwargs)
 

@@ -21,7 +21,7 @@ import jax
 from stepcache import _process_hooks, jaxcompat
 from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, current_scope
-from stepcache.events import Built, Event, Loaded, recorder
+from stepcache.events import Built, Loaded, recorder
 from stepcache.programs.build import Stopwatch
 from stepcache.programs.earlier_runs import Described, prediction_of
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 def _obtain(compilation: jaxcompat.Compilation) -> Any:
     """The executable of what is no step's: of an eager operation, or of JAX's own functions."""
-    store, stopwatch = current_scope().cache.store(), Stopwatch(lambda stage: None)
+    store, stopwatch = current_scope().cache.store(), Stopwatch()
     executable, source, building = take_or_compile(compilation, store, stopwatch.stage)
     _counts.count(source, stopwatch.seconds.get("compile", 0.0))
     if stopwatch.seconds.get("compile", 0.0) < _WORTH_WAITING_SECONDS:
@@ -103,6 +103,7 @@ def _keep(
     label, digest = f"jit:{compilation.name}", publication.digest
     if source == "compiled":
         why_not = store.publish(publication, label) if digest else "it calls back into Python"
+        publication.building.release()
         about = {"seconds": publication.seconds, "reason": _NO_STEP, "not_stored": why_not}
         store.log("compiled", compilation.name, label, program=digest, **about)
         if why_not:
@@ -126,14 +127,13 @@ def begin_program(given: str) -> None:
     if "max_memory" in options:
         DEFAULT_SCOPE.cache.bound_memory(options["max_memory"])
     if "explain" in options:
-        recorder.subscribe(_print_miss)
+        recorder.subscribe(_print_miss, Built | Loaded)
     if options["pid"] == os.getpid():
         _process_hooks.at_exit(_conclude, "quiet" in options, options.get("report"))
 
 
-def _print_miss(event: Event) -> None:
-    if isinstance(event, Built | Loaded):
-        print(f"stepcache: {event.miss}", file=sys.stderr)
+def _print_miss(event: Built | Loaded) -> None:
+    print(f"stepcache: {event.miss}", file=sys.stderr)
 
 
 def _conclude(is_quiet: bool, report: str | None) -> None:

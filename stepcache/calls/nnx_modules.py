@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
@@ -31,16 +30,13 @@ def warn_of_carried_module(spec: StepSpec, call: Call) -> None:
             )
 
 
-def passes_modules(call: Call) -> bool:
-    """Whether there are nnx variables, as modules hold them, among the arguments of a call."""
-    return bool(_variables((call.args, call.kwargs)))
+def checking_modules(spec: StepSpec, call: Call) -> StepSpec:
+    """The step of a call, which warns if an nnx variable gets a value that is not returned.
 
-
-def checking_modules(spec: StepSpec) -> Callable:
-    """A step's function, which warns if an nnx variable gets a value that is not returned.
-
-    But not of the counts of `nnx.Rngs`, which are often made for one call.
+    But not of the counts of `nnx.Rngs`, often made for one call. Without variables it is `spec`.
     """
+    if not _variables((call.args, call.kwargs)):
+        return spec
 
     @functools.wraps(spec.fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +60,7 @@ def checking_modules(spec: StepSpec) -> Callable:
                 break
         return outputs
 
-    return checked
+    return spec.over(checked)
 
 
 def _variables(tree: Any) -> list[tuple[tuple, Any]]:

@@ -64,6 +64,10 @@ class StepSpec(NamedTuple):
             source=fun,
         )
 
+    def over(self, fun: Callable) -> StepSpec:
+        """The same step with another function, which takes and returns what the step's does."""
+        return self._replace(fun=fun, jitted=jaxcompat.jit(fun, **self.options))
+
     @property
     def places_outputs(self) -> bool:
         """Whether the user specified where outputs go."""

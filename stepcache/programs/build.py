@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,12 @@ from stepcache._changes import Undoing
 from stepcache._process_hooks import rare_collections
 from stepcache.calls.carry import check_carry, settled_leaves
 from stepcache.calls.key import Key
-from stepcache.calls.nnx_modules import checking_modules, passes_modules
 from stepcache.calls.signature import short_type
 from stepcache.calls.step_spec import Request, StepSpec
-from stepcache.events import Captured
+from stepcache.events import Captured, StageStarted, recorder
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
 from stepcache.programs.worker import tracing
-from stepcache.storage.building import Building
+from stepcache.storage.building import UNLOCKED
 
 
 @dataclass(eq=False, repr=False)
@@ -62,9 +61,10 @@ class Program:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Stopwatch:
-    """Times the stages of one build; calls `entered` with the name of each as it begins."""
+    """Times the stages of one build. Where it builds a step, emits an event as each begins."""
 
-    entered: Callable[[str], None]
+    step: str = ""  # Its name; empty for what is no step's.
+    build_id: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # Of each, without those within it.
     current: str = ""  # The one entered last.
     _within: list[str] = field(default_factory=list)
@@ -74,15 +74,16 @@ class Stopwatch:
     def stage(self, name: str):
         self.current = name
         self._within.append(name)
-        self.entered(name)
+        if self.step:
+            recorder.emit(StageStarted(self.step, self.build_id, name))
         started, timed = time.perf_counter(), self._timed
         try:
             yield
             self.current = self._within[0]
         finally:
             self._within.pop()
-            if self._within:
-                self.entered(self._within[-1])
+            if self.step and self._within:
+                recorder.emit(StageStarted(self.step, self.build_id, self._within[-1]))
             elapsed = time.perf_counter() - started
             own = elapsed - (self._timed - timed)
             self.seconds[name] = self.seconds.get(name, 0.0) + own
@@ -97,7 +98,7 @@ def build(
     spec: StepSpec,
     request: Request,
     stopwatch: Stopwatch,
-    held: Callable[[jaxcompat.Compilation], Any],
+    held: Mapping[tuple[str, tuple[Any, ...]], Program],
     store: ProgramStore | None,
     before_compiling: Callable[[Callable[[], str], str], None],
     together: Any = None,
@@ -109,8 +110,8 @@ def build(
         spec: the step.
         request: the call.
         stopwatch: times the stages.
-        held: the executable of a module that this process holds already, as of the same step made
-            anew; or None.
+        held: the programs that this process holds already, by their digests and devices. A step
+            that is made anew finds its executable there.
         store: the executables outside this process; None where there are none.
         before_compiling: called when XLA has to compile, with what gives the lowered module as
             text, and the digest; it may raise.
@@ -124,7 +125,7 @@ def build(
         AgreementError: another process lowers another program.
     """
     stage = stopwatch.stage
-    source, digest, building, serialized = "compiled", "", Building(), b""
+    source, digest, building, serialized = "compiled", "", UNLOCKED, b""
 
     def obtain(compilation: jaxcompat.Compilation) -> Any:
         """The executable of the module: held here, stored, of another rank, or compiled."""
@@ -136,9 +137,10 @@ def build(
         if together is not None:
             with stage("agree"):
                 together.agree(staged, digest)
-        if is_kept and not compilation.calls_back and (found := held(compilation)) is not None:
+        known = held.get((digest, compilation.devices)) if is_kept else None
+        if known is not None and not compilation.calls_back:  # What it calls is bound in it.
             source = "memory"
-            return found
+            return known.run.xla_executable
         kept, about = (store if is_kept else None), lambda: before_compiling(module, digest)
         if together is not None:
             with stage("wait"):
@@ -153,26 +155,24 @@ def build(
         return executable
 
     try:
-        with Undoing() as undoing, undoing:
-            undoing.hold(jaxcompat.tracing_context(request.mesh))
-            with Undoing() as while_tracing, while_tracing:
-                while_tracing.use(tracing)
-                while_tracing.use(rare_collections)
-                with stage("trace"):
-                    trace_it = functools.partial(release.trace, trace) if release else trace
-                    staged = trace_it(spec, request)
-                if not staged.can_be_held():
-                    raise NotHoldable
-                captured = _name_captured(spec.source, jaxcompat.captured_arrays(staged.jaxpr))
-                with stage("lower"):
-                    if staged.lowered is None:
-                        staged.lower()
-            module = staged.module_text()
-            with stage("load"):
-                run = staged.compile(obtain)
-            if together is not None and not together.has_agreed:  # JAX had it already.
-                with stage("agree"):
-                    together.agree(staged, "")
+        with Undoing() as while_tracing, while_tracing:
+            while_tracing.hold(jaxcompat.tracing_context(request.mesh))
+            while_tracing.use(tracing)
+            while_tracing.use(rare_collections)
+            with stage("trace"):
+                staged = (release.trace if release is not None else trace)(spec, request)
+            if not staged.can_be_held():
+                raise NotHoldable
+            captured = _name_captured(spec.source, jaxcompat.captured_arrays(staged.jaxpr))
+            with stage("lower"):
+                if staged.lowered is None:
+                    staged.lower()
+        module = staged.module_text()
+        with stage("load"):
+            run = staged.compile(obtain)
+        if together is not None and not together.has_agreed:  # JAX had it already.
+            with stage("agree"):
+                together.agree(staged, "")
     except BaseException:
         building.release()
         raise
@@ -182,8 +182,8 @@ def build(
     return program, Publication(digest, run.xla_executable, *about)
 
 
-def trace(spec: StepSpec, request: Request, fun: Callable | None = None) -> jaxcompat.Staged:
-    """Traces a step as its program is traced.
+def trace(spec: StepSpec, request: Request) -> jaxcompat.Staged:
+    """Traces a step as its program is traced, in the `jaxcompat.tracing_context` of the call.
 
     Carried leaves that are weakly typed, as Python scalars are, and come back with a type of their
     own, are traced with that, as `lax.scan` does: what comes back then finds the same program.
@@ -191,7 +191,6 @@ def trace(spec: StepSpec, request: Request, fun: Callable | None = None) -> jaxc
     Args:
         spec: the step.
         request: the call.
-        fun: what is traced in the place of the step's function; takes and returns what that does.
 
     Raises:
         CarryError: the first output does not have the carry's tree, shapes and dtypes.
@@ -207,25 +206,20 @@ def trace(spec: StepSpec, request: Request, fun: Callable | None = None) -> jaxc
     ]
     if any(map(operator.is_not, stand_ins, call.leaves)):
         args, kwargs = call.rebuilt(stand_ins)
-    if fun is None and passes_modules(call):
-        fun = checking_modules(spec)
-    jitted = spec.jitted if fun is None else jaxcompat.jit(fun, **spec.options)
-    fun = fun or spec.fun
     settled: tuple[int, ...] = ()
-    with jaxcompat.tracing_context(request.mesh):
-        while True:
-            staged = jaxcompat.Staged(jitted, fun, spec.options, args, kwargs)
-            if not spec.parameters.carry:
-                return staged
-            pins = check_carry(spec, request, staged)
-            known, settled = settled, settled_leaves(spec, request, staged.out_avals)
-            if settled == known:
-                break
-            for number in settled:
-                stand_ins[number] = leaves[number].settled().stand_in()
-            args, kwargs = call.rebuilt(stand_ins)
-        if request.mesh is not None and not spec.places_outputs:
-            staged.pin_outputs(pins)
+    while True:
+        staged = jaxcompat.Staged(spec.jitted, spec.fun, spec.options, args, kwargs)
+        if not spec.parameters.carry:
+            return staged
+        pins = check_carry(spec, request, staged)
+        known, settled = settled, settled_leaves(spec, request, staged.out_avals)
+        if settled == known:
+            break
+        for number in settled:
+            stand_ins[number] = leaves[number].settled().stand_in()
+        args, kwargs = call.rebuilt(stand_ins)
+    if request.mesh is not None and not spec.places_outputs:
+        staged.pin_outputs(pins)
     return staged
 
 

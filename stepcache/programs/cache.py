@@ -127,7 +127,7 @@ class ProgramCache:
         self._memory = MemoryPrograms(*self._bounds)
         self._lock = threading.Lock()
         # The programs in memory by their module and devices, for steps that are made anew.
-        self._by_module: weakref.WeakValueDictionary[tuple, Program] = weakref.WeakValueDictionary()
+        self.by_module: weakref.WeakValueDictionary[tuple, Program] = weakref.WeakValueDictionary()
         self._building: dict[Key, tuple[threading.Lock, int]] = {}
         self._released: collections.deque[int] = collections.deque()
         self._hits = self._builds = self._evictions = 0
@@ -224,7 +224,7 @@ class ProgramCache:
             with self._lock:
                 self._builds += 1
                 if program.digest:
-                    self._by_module[program.digest, program.run.device_order] = program
+                    self.by_module[program.digest, program.run.device_order] = program
                 made = {key: program}
                 settled = program.settled_key
                 if settled is not None and self._memory.peek(settled) is None:
@@ -245,14 +245,9 @@ class ProgramCache:
                 each.show_use()
         return program, True
 
-    def executable(self, compilation: jaxcompat.Compilation) -> Any:
-        """The executable of a module, of a program in memory; None where there is none."""
-        program = self._by_module.get((compilation.digest, compilation.devices))
-        return program.run.xla_executable if program is not None else None
-
     def holds_module(self, digest: str) -> bool:
         """Whether a program of a module is in memory."""
-        return any(known == digest for known, _ in list(self._by_module))
+        return any(known == digest for known, _ in list(self.by_module))
 
     def release(self, owner_number: int) -> None:
         """Drops the programs that are kept for this number. Finalizers may call it."""

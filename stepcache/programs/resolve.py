@@ -21,7 +21,7 @@ from stepcache.calls.carry import settled_leaves
 from stepcache.calls.context import Scope, recompiles_forbidden
 from stepcache.calls.key import Key
 from stepcache.calls.layers import place_of, step_label
-from stepcache.calls.nnx_modules import warn_of_carried_module
+from stepcache.calls.nnx_modules import checking_modules, warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import OptionError, RecompileError, RecompileWarning, warn
 from stepcache.events import (
@@ -30,7 +30,6 @@ from stepcache.events import (
     Captured,
     Loaded,
     Miss,
-    StageStarted,
     recorder,
 )
 from stepcache.programs.build import Program, Stopwatch, build, is_large
@@ -100,7 +99,7 @@ class Resolver:
             NotHoldable: only `jax.jit` can run it.
         """
         build_id, name = next(_build_ids), self._spec.name
-        stopwatch = Stopwatch(lambda stage: recorder.emit(StageStarted(name, build_id, stage)))
+        stopwatch = Stopwatch(name, build_id)
         try:
             miss, store = self._miss_log.why(request), scope.cache.store()
             warn_of_carried_module(self._spec, request.call)
@@ -123,7 +122,8 @@ class Resolver:
                 from stepcache.programs.together import building
 
                 joining = building(peers, name, request, described(), scope.cache, miss.in_a_line)
-            arguments = self._spec, request, stopwatch, scope.cache.executable, store
+            spec = checking_modules(self._spec, request.call)
+            arguments = spec, request, stopwatch, scope.cache.by_module, store
             with joining as together:
                 program, publication = build(*arguments, before_compiling, together, release)
             if together is not None and not together.knows_values:

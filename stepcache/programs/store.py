@@ -6,14 +6,13 @@ digest is that of its own module and of all that compiling depends on.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -30,7 +29,7 @@ from stepcache.programs.prediction import (
     programs_in,
 )
 from stepcache.programs.worker import Worker, compiling
-from stepcache.storage.building import Building, BuildLock
+from stepcache.storage.building import UNLOCKED, Building, BuildLock
 from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.run_log import Row, RunLog, script_name
 
@@ -72,7 +71,7 @@ class Publication:
     seconds: dict[str, float]
     captured: tuple[Captured, ...] = ()
     # The lock until it is stored: other processes wait for it.
-    building: Building = field(default_factory=Building)
+    building: Building = UNLOCKED
     data: bytes = b""  # Serialized, where that was needed before.
 
 
@@ -166,27 +165,27 @@ class ProgramStore:
 
     @_no_matter_of_the_step("store a program", "it is not stored: see the log")
     def publish(self, publication: Publication, label: str) -> str:
-        """Stores a program of the step of this label; returns why not, an empty text if it has."""
-        with contextlib.ExitStack() as held:
-            held.callback(publication.building.release)
-            if sum(publication.seconds.values()) < self.min_build_seconds:
-                return f"it was built in less than {self.min_build_seconds} s"
-            try:
-                serialized = publication.data or jaxcompat.serialize_executable(
-                    publication.executable
-                )
-            except jaxcompat.NotStorable as error:
-                return str(error)
-            module = zlib.compress(publication.module().encode(), 1)
-            about = {
-                "label": label,
-                "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
-                "captured": [[x.name, x.type, x.size_bytes] for x in publication.captured],
-                "module": module if len(module) <= _MODULE_BYTES else b"",
-            }
-            if not self.disk.publish("program", publication.digest, about, serialized):
-                return "the directory cannot be written"
-            publication.building.release(was_stored=True)
+        """Stores a program of the step of this label; returns why not, an empty text if it has.
+
+        Where it has not, the caller lets other processes go on, by `publication.building`.
+        """
+        if sum(publication.seconds.values()) < self.min_build_seconds:
+            return f"it was built in less than {self.min_build_seconds} s"
+        try:
+            executable = publication.executable
+            serialized = publication.data or jaxcompat.serialize_executable(executable)
+        except jaxcompat.NotStorable as error:
+            return str(error)
+        module = zlib.compress(publication.module().encode(), 1)
+        about = {
+            "label": label,
+            "seconds": {name: round(value, 4) for name, value in publication.seconds.items()},
+            "captured": [[x.name, x.type, x.size_bytes] for x in publication.captured],
+            "module": module if len(module) <= _MODULE_BYTES else b"",
+        }
+        if not self.disk.publish("program", publication.digest, about, serialized):
+            return "the directory cannot be written"
+        publication.building.release(was_stored=True)
         self._has_published = True
         if self.remote is not None:
             self.remote.upload("program", publication.digest, about, serialized)
@@ -247,8 +246,8 @@ def take_or_compile(
         # One of the processes that need it compiles it; the others wait, and load it.
         found = store.find(compilation, stage) or store.lock_or_find(compilation, stage)
     if isinstance(found, tuple):
-        return *found, Building()
-    building = found or Building()
+        return *found, UNLOCKED
+    building = found or UNLOCKED
     try:
         before_compiling()
         with Undoing() as while_compiling, while_compiling, stage("compile"):

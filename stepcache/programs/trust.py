@@ -29,6 +29,7 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import StaleProgramError, first_line
 from stepcache.link import plain
 from stepcache.origin import file_label, is_users_file
+from stepcache.programs.build import trace
 from stepcache.programs.earlier_runs import Described, digest_of
 from stepcache.programs.module_difference import difference
 from stepcache.programs.store import ProgramStore
@@ -184,26 +185,18 @@ class Release:
         """Since when the step is trusted, to follow other words; empty if it is traced."""
         return f" (trusted since {readable_time(self.since)})" if self.since else ""
 
-    def trace(
-        self, trace: Callable[..., jaxcompat.Staged], spec: StepSpec, request: Request
-    ) -> jaxcompat.Staged:
-        """Traces a call of the step's export; the step itself, if there is none or it is proved.
-
-        Args:
-            trace: traces a step, or another function in its place.
-            spec: the step.
-            request: the call.
-        """
+    def trace(self, spec: StepSpec, request: Request) -> jaxcompat.Staged:
+        """Traces a call of the step's export; the step itself, if there is none or it is proved."""
         known = self._known
         if known is not None and not self._is_proof:
             self.is_committed = known.is_committed
-            return trace(spec, request, known.function(spec, request.call))
+            return trace(spec.over(known.function(spec, request.call)), request)
         staged = trace(spec, request)
         if self.why_traced or not staged.can_be_held():
             return staged
         try:
             made = _exported(spec, request, staged)
-            calling = trace(spec, request, made.function(spec, request.call))
+            calling = trace(spec.over(made.function(spec, request.call)), request)
             calling.lower()
         except Exception as error:  # Of many kinds, by what it is that JAX has no form for.
             why = str(error) if isinstance(error, _NotExportable) else first_line(error)
@@ -273,9 +266,8 @@ def _exported(spec: StepSpec, request: Request, staged: jaxcompat.Staged) -> Exp
         raise _NotExportable(f"it captures {readable_bytes(captured)} of arrays by closure")
     outputs = _form(staged.out_tree, _trees_of(request.call))
     weak = [number for number, aval in enumerate(staged.out_avals) if aval.weak_type]
-    with jaxcompat.tracing_context(request.mesh):
-        staged.lower()
-        return Export("", time.time(), outputs, weak, *staged.exported(spec.name))
+    staged.lower()
+    return Export("", time.time(), outputs, weak, *staged.exported(spec.name))
 
 
 def _form(tree: Any, arguments: Mapping[str, Any]) -> Any:

@@ -63,6 +63,10 @@ class Building:
             pass
 
 
+UNLOCKED = Building()
+"""Stands for the lock of a program for which no process waits."""
+
+
 class BuildLock:
     """Locks programs by their digests, in a file that is made if it is not there."""
 
@@ -89,4 +93,4 @@ class BuildLock:
                 building.is_locked = self._file.lock(_ALONE, digest)
             return building
         except OSError:
-            return Building()
+            return UNLOCKED
