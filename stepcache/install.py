@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from stepcache._changes import Undoing
 from stepcache.calls.context import DEFAULT_SCOPE, current_scope
 from stepcache.events import Built, Loaded, recorder
 from stepcache.programs.build import Stopwatch
-from stepcache.programs.earlier_runs import Described, prediction_of
+from stepcache.programs.prediction import Described
 from stepcache.programs.store import ProgramStore, Publication, take_or_compile
 from stepcache.report.last_line import ProgramCounts
 from stepcache.step import Step, step
@@ -110,8 +109,7 @@ def _keep(
             return
     described = Described(label, {"module": digest}, jaxcompat.process_environment())
     devices = () if compilation.calls_back else compilation.devices
-    row = prediction_of(described, digest, devices, "", time.time())
-    store.note_use(row, described.environment)
+    store.note_use(described, digest, devices)
 
 
 def begin_program(given: str) -> None:

@@ -180,10 +180,10 @@ class ProgramCache:
     def get(self, key: Key, owner: Owner) -> Program | None:
         """The program of `key`, if it is there."""
         with self._lock:
-            self._forget_released()
             return self._get(key, owner)
 
     def _get(self, key: Key, owner: Owner) -> Program | None:
+        self._forget_released()
         program = self._memory.get(key, owner)
         self._hits += program is not None
         return program
@@ -208,7 +208,6 @@ class ProgramCache:
         try:  # Before others wait: an interrupt may come at any moment.
             while True:
                 with self._lock:
-                    self._forget_released()
                     program = self._get(key, owner)
                     if program is not None:
                         return program, False

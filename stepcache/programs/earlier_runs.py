@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,27 +18,13 @@ from stepcache.calls.key import Key
 from stepcache.calls.layers import code_of, definition_of
 from stepcache.calls.signature import Leaf, Path, Signature, short_type, shorten
 from stepcache.events import Change, Miss
-from stepcache.origin import file_label, is_users_file
-from stepcache.programs.prediction import Prediction, file_digest
+from stepcache.programs.prediction import Described
 from stepcache.programs.store import ProgramStore
 
 _PARTS = {"argument": "argument", "static": "static", "option": "options", "mesh": "mesh"}
 _PARTS |= {"config": "config", "environment": "environment", "package": "package", "holder": "tree"}
 _UNSEEN = "another, by what its text does not show, such as a large captured array"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-class Described(NamedTuple):
-    """A call of a step, as any process can compare it."""
-
-    label: str  # The step, by its file and name.
-    call: dict[str, str]  # Arguments, static values, options and mesh, by name.
-    environment: dict[str, str]  # Settings, flags, versions and devices, by name.
-
-    @property
-    def signature(self) -> str:
-        """Digest of the call."""
-        return digest_of(self.call)
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def describe(label: str, key: Key, paths: Sequence[Path], signature: Signature) -> Described:
@@ -71,41 +56,10 @@ def _settings_texts(settings: tuple[tuple[str, Hashable], ...]) -> dict[str, str
     return {f"config {name}": _text(value) for name, value in settings}
 
 
-def prediction_of(
-    described: Described, digest: str, devices: Sequence[Any], file: str, now: float
-) -> Prediction:
-    """What the next run is to preload for a call.
-
-    Args:
-        described: the call.
-        digest, devices: of its program.
-        file: where the function of the step is; empty where it is in none.
-        now: seconds since the epoch.
-    """
-    return Prediction(
-        described.label,
-        described.signature,
-        digest,
-        devices[0].platform if devices else "",
-        [device.id for device in devices],
-        file,
-        file_digest(file) if file else "",
-        described.call,
-        digest_of(described.environment),
-        "",
-        now,
-    )
-
-
 def file_of(fun: Any) -> str:
     """The file of a step's function; empty where it is in none, as in a notebook."""
     code = code_of(definition_of(fun))
     return "" if code is None or code.co_filename.startswith("<") else code.co_filename
-
-
-def digest_of(facts: Mapping[str, str]) -> str:
-    text = "\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
@@ -156,7 +110,7 @@ def compared_with_earlier_run(
             old, new = ("its export, for a KEY" if each else "the step" for each in of_exports)
             found = ModuleDifference((Change("code", "what is traced", old, new),))
         else:
-            found = difference(before, module(), is_users_file, file_label) if before else None
+            found = difference(before, module()) if before else None
         if found is not None:
             changes, more = (*changes, *found.changes), found.more
         if not changes:
@@ -192,6 +146,6 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.sharding.Mesh):
         return jaxcompat.sharding_text(value) if not value.empty else "none"
     try:
-        return shorten(_ADDRESS.sub("", repr(value)), 400)
+        return shorten(ADDRESS.sub("", repr(value)), 400)
     except Exception:
         return f"a {type(value).__name__} that cannot be printed"

@@ -6,14 +6,14 @@ read: one changed operation would change all that follow. What they read is comp
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
 from stepcache.events import Change
+from stepcache.origin import file_label, is_users_file
 from stepcache.programs.module_text import ModuleText, Operation, constant_in_words, pieces_of
 from stepcache.units import counted
 
@@ -37,33 +37,17 @@ class ModuleDifference:
         return "; ".join([*map(str, self.changes), *more])
 
 
-def difference(
-    before: str,
-    after: str,
-    is_users_file: Callable[[str], bool],
-    label_of: Callable[[str], str] = os.path.basename,
-) -> ModuleDifference | None:
+def difference(before: str, after: str) -> ModuleDifference | None:
     """Returns where two modules differ; None if only in locations, or in ways that it cannot tell.
 
     Args:
         before: StableHLO with locations, as `jax.stages.Lowered.as_text(debug_info=True)`.
         after: the same of the module to compare it with.
-        is_users_file: whether a source file is the user's. The innermost line in such a file names
-            a place; without one, the innermost line of any file.
-        label_of: the name to show for a source file.
     """
-
-    def place_of(module: ModuleText, operation: Operation) -> str:
-        frames = module.frames(operation)
-        for file, line, function in [f for f in frames if is_users_file(f[0])] or frames:
-            function = function.rpartition("<locals>.")[2].replace("<module>", "")
-            return f"{label_of(file)}:{line}" + (f" in {function}" if function else "")
-        return "module"
-
     changes: dict[str, Change] = {}
     try:
         old, new = ModuleText(before), ModuleText(after)
-        for place, one, other in _differences(old, new, place_of):
+        for place, one, other in _differences(old, new):
             changes.setdefault(place, Change("code", place, one, other))
     except Exception as error:  # Text of a form not known here must not hide the miss it explains.
         changes["module"] = Change("code", "module", "one text", f"another text ({error!r})")
@@ -71,12 +55,20 @@ def difference(
     return ModuleDifference(first, len(changes) - len(first)) if changes else None
 
 
-_PlaceOf = Callable[[ModuleText, Operation], str]
+def _place_of(module: ModuleText, operation: Operation) -> str:
+    """The innermost line in a file of the user's; without one, the innermost line of any file."""
+    frames = module.frames(operation)
+    for file, line, function in [f for f in frames if is_users_file(f[0])] or frames:
+        function = function.rpartition("<locals>.")[2].replace("<module>", "")
+        return f"{file_label(file)}:{line}" + (f" in {function}" if function else "")
+    return "module"
+
+
 _Difference = tuple[str, str, str]  # The place, and the words for before and after.
 _Pair = tuple[Operation | None, Operation | None]
 
 
-def _differences(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list[_Difference]:
+def _differences(old: ModuleText, new: ModuleText) -> list[_Difference]:
     """Returns causes before their effects, as far as an order can tell them apart."""
     if len(old.arguments) == len(new.arguments):  # Their names are no part of the program.
         old.arguments = dict(zip(new.arguments, old.arguments.values(), strict=True))
@@ -88,11 +80,11 @@ def _differences(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list[_
         is_last = name in new.outputs or name not in before or name not in after
         if words[0] != words[1]:
             (last if is_last else first).append((name, *words))
-    found = [*first, *_of_operations(old, new, place_of), *last]
+    found = [*first, *_of_operations(old, new), *last]
     return found or [("name of the function", old.name, new.name)] * (old.name != new.name)
 
 
-def _of_operations(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list[_Difference]:
+def _of_operations(old: ModuleText, new: ModuleText) -> list[_Difference]:
     numbers: dict[tuple | None, int] = {}  # Numbers of keys are faster to compare.
     for operation in old.operations + new.operations:
         operation.key = numbers.setdefault(_key(operation), len(numbers))
@@ -103,11 +95,11 @@ def _of_operations(old: ModuleText, new: ModuleText, place_of: _PlaceOf) -> list
             is_moved = one.key != other.key
             if is_moved or (is_alike and one.read != other.read):
                 note = " (the same operations in another order)" if is_moved else " of other values"
-                return [(place_of(new, other), _words(one, other), _words(other, one) + note)]
+                return [(_place_of(new, other), _words(one, other), _words(other, one) + note)]
     names = {each.name for each in before} ^ {each.name for each in after}
     found: dict[str, tuple[bool, str, str]] = {}
     for one, other in _pairs(before, after):
-        place = place_of(new, other) if other else place_of(old, one) if one else ""
+        place = _place_of(new, other) if other else _place_of(old, one) if one else ""
         # An operation that one module does not know says most, as the barrier of `jax.checkpoint`.
         is_known = not any(each and each.name in names for each in (one, other))
         if place not in found or is_known < found[place][0]:

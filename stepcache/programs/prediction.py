@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,24 @@ _LOADERS, _BYTES_A_LOADER = 2, 4 << 20
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
 _ROWS_A_STEP, _ROWS = 256, 2048
 _POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
+
+
+class Described(NamedTuple):
+    """A call of a step, as any process can compare it."""
+
+    label: str  # The step, by its file and name.
+    call: dict[str, str]  # Arguments, static values, options and mesh, by name.
+    environment: dict[str, str]  # Settings, flags, versions and devices, by name.
+
+    @property
+    def signature(self) -> str:
+        """Digest of the call."""
+        return digest_of(self.call)
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    text = "\0".join(f"{name}\1{facts[name]}" for name in sorted(facts))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Prediction(NamedTuple):

@@ -27,21 +27,15 @@ from stepcache.errors import OptionError, RecompileError, RecompileWarning, warn
 from stepcache.events import (
     BuildFailed,
     Built,
-    Captured,
     Loaded,
     Miss,
     recorder,
 )
 from stepcache.programs.build import Program, Stopwatch, build, is_large
 from stepcache.programs.captured_numbers import advice_on_remaking
-from stepcache.programs.earlier_runs import (
-    Described,
-    compared_with_earlier_run,
-    describe,
-    file_of,
-    prediction_of,
-)
+from stepcache.programs.earlier_runs import compared_with_earlier_run, describe, file_of
 from stepcache.programs.miss_log import MissLog
+from stepcache.programs.prediction import Described
 from stepcache.programs.store import ProgramStore, Publication
 from stepcache.units import readable_bytes
 
@@ -49,7 +43,6 @@ _log = logging.getLogger("stepcache")
 _build_ids = itertools.count(1)
 
 _SOURCES = {
-    "compiled": "compiled",
     "memory": "traced, and runs the executable that this process has of the same module",
     "preloaded": "preloaded from disk",
     "remote": "loaded from the shared cache",
@@ -71,9 +64,8 @@ class _Once:
             return self._made
 
     def replace(self, made: Any) -> None:
-        """Has another result from now on."""
-        with self._lock:
-            self._made, self._make = made, None
+        """Has another result from now on, after it has been asked for."""
+        self._made = made
 
 
 class Resolver:
@@ -106,11 +98,11 @@ class Resolver:
             # It is to outlive the call, and holds on to no array and to nothing of the step.
             shown = request.shown.paths, request.shown.signature
             described = _Once(functools.partial(describe, self.label, request.key, *shown))
-            explained = functools.partial(_explained, miss, store, described)
+            explained = functools.partial(_explained, store, described)
 
             def before_compiling(module: Callable[[], str], digest: str) -> None:
                 if not explicit:
-                    self.judge(scope, miss, lambda: explained(module, digest))
+                    self.judge(scope, miss, lambda: explained(miss, module, digest))
 
             peers, trust = scope.together(request.ranks), scope.cache.trusted
             place = self._miss_log.making.place or place_of(request.shown.fun)
@@ -133,32 +125,32 @@ class Resolver:
             program, settled = self._settled(request, program)
             is_first = miss.number == 1
             remade = advice_on_remaking(place, self._spec.source) if place and is_first else ""
-            remote = store.remote if store is not None and program.source != "compiled" else None
-            remote_bytes = remote.received.pop(program.digest, None) if remote is not None else None
-            captured = map(_advise_on_capture, program.captured)
+            is_compiled, remote_bytes = program.source == "compiled", None
+            if store is not None and store.remote is not None and not is_compiled:
+                remote_bytes = store.remote.received.pop(program.digest, None)
+            captured = [
+                f"{each.name}, {each.type}, is captured by closure: {each.size_bytes / 1e6:.1f} MB "
+                "inside the program; pass it as an argument"
+                for each in program.captured
+            ]
             advice = (*captured, *filter(None, (remade, settled, release and release.why_traced)))
-            how = _how_resolved(program, remote_bytes)
-            if release is not None:
-                how["remedy"] += release.in_words
-            how |= {"called_time": time.time() - call_seconds, "place": place}
-            if store is None:
-                how["not_stored"] = ""  # Nothing is to be.
-
-            def complete(miss: Miss) -> Miss:
-                return dataclasses.replace(miss, advice=(*miss.advice, *advice), **how)
-
-            module, digest = publication.module, program.digest
-            is_compiled = program.source == "compiled"
-            final = _Once(lambda: complete(explained(module, digest) if is_compiled else miss))
+            miss = dataclasses.replace(
+                miss,
+                advice=(*miss.advice, *advice),
+                remedy=_how_obtained(program, remote_bytes) + (release.in_words if release else ""),
+                not_stored=_why_not_stored(program) if store is not None else "",
+                called_time=time.time() - call_seconds,
+                place=place,
+            )
+            about = miss, publication.module, program.digest
+            final = _Once(functools.partial(explained, *about) if is_compiled else lambda: miss)
             if store is not None:
                 devices = () if program.run.calls_back else program.run.device_order
-                about = name, self.label, self._file, program.source, devices, how["not_stored"]
-                settling = _Settling(*about, store, described, final, publication, release)
-                self._unsettled.append(settling)
-            about = complete(miss), final, own_seconds, remote_bytes
+                about = self.label, self._file, program.source, devices, miss.not_stored, store
+                self._unsettled.append(_Settling(*about, described, final, publication, release))
+            is_trusted = release is not None and release.since is not None
+            about = miss, final, own_seconds, remote_bytes, is_trusted
             self._record(build_id, request, program, *about)
-            if release is not None and release.since is not None:  # It was not the step's trace.
-                self._miss_log.count(traces=-1, trusted=1)
         except BaseException as error:
             recorder.emit(BuildFailed(name, build_id, stopwatch.current, type(error).__name__))
             raise
@@ -188,17 +180,20 @@ class Resolver:
         miss: Miss,
         final: Callable[[], Miss],
         own_seconds: float,
-        remote_bytes: int | None,
+        remote_bytes: int | None = None,
+        is_trusted: bool = False,
     ) -> None:
         """Records a miss in the step's miss log, and emits its event.
 
         `final` gives the miss as compared with earlier runs, `own_seconds` are those of the call
         apart from the stages, `remote_bytes` the size of what came from the shared cache.
+        `is_trusted` says that the step's export was traced, and not the step.
         """
         name, seconds = self._spec.name, program.seconds
         is_compiled = program.source == "compiled"
         self._miss_log.add(request, miss, final)
-        counts = {"traces": 1, "lowers": 1, "compiles": is_compiled, "loads": not is_compiled}
+        traced = "trusted" if is_trusted else "traces"
+        counts = {traced: 1, "lowers": 1, "compiles": is_compiled, "loads": not is_compiled}
         times = {f"{stage}_seconds": value for stage, value in seconds.items()}
         if remote_bytes is not None:
             counts |= {"remote_loads": 1, "remote_bytes": remote_bytes}
@@ -230,7 +225,7 @@ class Resolver:
         """Records a program that other processes run, and that this one traced."""
         program = Program(request.key, None, (), seconds)  # type: ignore[arg-type]
         miss = dataclasses.replace(miss, remedy="compiled")
-        self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds, None)
+        self._record(next(_build_ids), request, program, miss, lambda: miss, own_seconds)
 
     def judge(self, scope: Scope, miss: Miss, explained: Callable[[], Miss] | None = None) -> None:
         """Warns of a program that has to be compiled, or raises `RecompileError`."""
@@ -260,7 +255,6 @@ class _Settling:
     It holds on to nothing of the step, which may be freed before.
     """
 
-    name: str
     label: str  # The step, by its file and name.
     file: str  # Where the function of the step is.
     source: str  # Where the executable was, as in `Program`.
@@ -286,8 +280,8 @@ class _Settling:
             self.miss.replace(miss)
         store.log(
             "compiled" if self.source == "compiled" else "loaded",
-            self.name,
-            described.label,
+            miss.step,
+            self.label,
             source=f"{self.source}{self.release.in_words if self.release else ''}",
             program="" if why_not else publication.digest,
             seconds={stage: round(took, 4) for stage, took in publication.seconds.items()},
@@ -302,14 +296,13 @@ class _Settling:
             advice=list(miss.advice),
         )
         if not why_not:
-            about = publication.digest, self.devices, self.file, time.time()
-            store.note_use(prediction_of(described, *about), described.environment)
+            store.note_use(described, publication.digest, self.devices, self.file)
 
 
 def _explained(
-    miss: Miss,
     store: ProgramStore | None,
     described: Callable[[], Described],
+    miss: Miss,
     module: Callable[[], str],
     digest: str,
 ) -> Miss:
@@ -323,25 +316,21 @@ def _explained(
         return miss
 
 
-def _how_resolved(program: Program, remote_bytes: int | None) -> dict[str, Any]:
-    """How a program was obtained, and why it is not stored, as fields of its miss."""
+def _how_obtained(program: Program, remote_bytes: int | None) -> str:
+    if program.source == "compiled":
+        return "compiled"
     source = "remote" if remote_bytes is not None else program.source  # Maybe fetched ahead.
-    remedy = _SOURCES.get(source) or f"loaded from {source}"
-    if program.source != "compiled":
-        size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
-        remedy += f"{size}, in {sum(program.seconds.values()):.2f} s"
+    words = _SOURCES.get(source) or f"loaded from {source}"
+    size = f" ({readable_bytes(remote_bytes)})" if remote_bytes is not None else ""
+    return f"{words}{size}, in {sum(program.seconds.values()):.2f} s"
+
+
+def _why_not_stored(program: Program) -> str:
+    """Why later processes do not find the executable of a program; empty where they may."""
     why_not = jaxcompat.why_not_storable(program.run)
-    if not (why_not or program.digest):
+    if why_not or program.digest:
+        return why_not
+    if is_large(program.captured):
         size = readable_bytes(sum(each.size_bytes for each in program.captured))
-        large = f"it captures {size} of arrays by closure, and would take long to load"
-        why_not = (
-            large if is_large(program.captured) else "JAX had compiled it before in this process"
-        )
-    return {"remedy": remedy, "not_stored": why_not}
-
-
-def _advise_on_capture(captured: Captured) -> str:
-    return (
-        f"{captured.name}, {captured.type}, is captured by closure: "
-        f"{captured.size_bytes / 1e6:.1f} MB inside the program; pass it as an argument"
-    )
+        return f"it captures {size} of arrays by closure, and would take long to load"
+    return "JAX had compiled it before in this process"

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +21,13 @@ from stepcache import jaxcompat
 from stepcache._changes import Undoing
 from stepcache.events import Captured
 from stepcache.programs.prediction import (
+    Described,
     Prediction,
     Predictions,
     Preloader,
     compile_seconds,
+    digest_of,
+    file_digest,
     prediction_name,
     programs_in,
 )
@@ -198,9 +201,30 @@ class ProgramStore:
         packed = (info.header or {}).get("module", b"") if info is not None else b""
         return zlib.decompress(packed).decode() if packed else ""
 
-    def note_use(self, row: Prediction, environment: dict[str, str]) -> None:
-        """Notes that this run uses a program, so that the next one preloads it."""
-        if not self.predictions.note(row, environment):
+    def note_use(
+        self, described: Described, digest: str, devices: Sequence[Any], file: str = ""
+    ) -> None:
+        """Notes that this run uses a program, so that the next one preloads it.
+
+        Args:
+            described: the call.
+            digest, devices: of its program.
+            file: where the function of the step is; empty where it is in none.
+        """
+        row = Prediction(
+            described.label,
+            described.signature,
+            digest,
+            devices[0].platform if devices else "",
+            [device.id for device in devices],
+            file,
+            file_digest(file) if file else "",
+            described.call,
+            digest_of(described.environment),
+            "",
+            time.time(),
+        )
+        if not self.predictions.note(row, described.environment):
             self.preloader.drop(row.label, row.signature)
 
     def _write_predictions(self) -> None:

@@ -20,12 +20,12 @@ from stepcache import jaxcompat
 from stepcache.calls.step_spec import Request
 from stepcache.errors import AgreementError, first_line
 from stepcache.events import Change
-from stepcache.origin import file_label, is_users_file
 from stepcache.pods.global_arrays import spans_processes
 from stepcache.pods.replicas import compare, is_local, token_of
 from stepcache.pods.rounds import Peers, Round, Sides
-from stepcache.programs.earlier_runs import Described, differences, digest_of
+from stepcache.programs.earlier_runs import differences
 from stepcache.programs.module_difference import difference
+from stepcache.programs.prediction import Described, digest_of
 from stepcache.programs.store import Publication
 from stepcache.units import listed, readable_ranks
 
@@ -246,5 +246,5 @@ def building(
 
 
 def _module_changes(usual: str, other: str) -> tuple[Change, ...]:
-    found = difference(usual, other, is_users_file, file_label)
+    found = difference(usual, other)
     return found.changes if found is not None else (Change("code", "module", "one", "another"),)

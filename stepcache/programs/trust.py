@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -28,15 +27,14 @@ from stepcache.calls.signature import Call
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import StaleProgramError, first_line
 from stepcache.link import plain
-from stepcache.origin import file_label, is_users_file
 from stepcache.programs.build import trace
-from stepcache.programs.earlier_runs import Described, digest_of
+from stepcache.programs.earlier_runs import ADDRESS
 from stepcache.programs.module_difference import difference
+from stepcache.programs.prediction import Described, digest_of
 from stepcache.programs.store import ProgramStore
 from stepcache.units import readable_bytes, readable_time
 
 _CAPTURED_BYTES = 1 << 20  # Of arrays that are captured, in what is exported.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class _NotExportable(Exception):
@@ -110,8 +108,8 @@ class Trust:
             "KEY": self.key,
             "label": f"{described.label} at {place}",
             "environment": digest_of(described.environment),
-            "tree": _ADDRESS.sub("", str(signature.tree)),
-            "statics": _ADDRESS.sub("", repr(signature.statics)),
+            "tree": ADDRESS.sub("", str(signature.tree)),
+            "statics": ADDRESS.sub("", repr(signature.statics)),
         }
         name = hashlib.sha256(digest_of(facts).encode()).hexdigest()
         first, _ = self.programs.setdefault(name, (request.key, ""))
@@ -124,8 +122,7 @@ class Trust:
             return None
         try:
             found = Export(*plain.unpack(entry.payload))
-            kinds = str, float, type(found.outputs), list, bytes, list, bool
-            if tuple(map(type, found)) != kinds:
+            if not plain.fits(found, Export):
                 raise ValueError("a field has another type")
             return found
         except (TypeError, ValueError) as error:
@@ -232,7 +229,7 @@ class Release:
             trust.distrust(self._name, self._label, what)
             return
         before = store.module_of(expected)
-        found = difference(before, module(), is_users_file, file_label) if before else None
+        found = difference(before, module()) if before else None
         where = str(found) if found is not None else "what its text does not show"
         trust.distrust(self._name, self._label, where)
         raise StaleProgramError(

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from stepcache.programs import module_difference
 from stepcache.programs.module_difference import difference
 
 STEP = """\
@@ -48,7 +49,7 @@ def lowered(source, *edits):
 
 
 def said(before, after):
-    found = difference(before, after, lambda file: file.startswith("/user/"))
+    found = difference(before, after)
     return found and str(found)
 
 
@@ -160,7 +161,7 @@ def test_names_of_arguments_and_moved_lines_are_no_difference(unedited):
 
 def test_places_are_counted_by_line(unedited):
     edits = [("x * 2.0", "x * 3.0"), ("length=4", "length=6"), ("sgd(0.1)", "sgd(1.0)")]
-    found = difference(unedited, lowered(STEP, *edits), lambda file: file.startswith("/user/"))
+    found = difference(unedited, lowered(STEP, *edits))
     places = ["model.py:15 in loss", "model.py:23 in step", "model.py:8 in scaled"]
     assert [change.path for change in found.changes] == places
     assert found.more == 0
@@ -168,10 +169,10 @@ def test_places_are_counted_by_line(unedited):
     assert said(unedited, lowered(STEP, *edits)).endswith("; and 1 more place")
 
 
-def test_without_a_line_of_the_user_the_innermost_line_names_the_place(unedited):
-    text = lowered(STEP, ("sgd(0.1)", "sgd(0.3)"))
-    found = difference(unedited, text, lambda file: False, label_of=lambda file: "a file")
-    assert found.changes[0].path.startswith("a file:")
+def test_without_a_line_of_the_user_the_innermost_line_names_the_place(unedited, monkeypatch):
+    monkeypatch.setattr(module_difference, "is_users_file", lambda file: False)
+    found = difference(unedited, lowered(STEP, ("sgd(0.1)", "sgd(0.3)")))
+    assert found.changes[0].path.startswith("transform.py:")  # Of optax.
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -184,12 +185,12 @@ def test_text_of_unknown_form_raises_nothing(unedited, seed):
         lines[place] = chance.choice(
             [cut, "", "}", "%0 =", "#loc9 = loc(callsite(#loc9 at #loc9))"]
         )
-    difference(unedited, "\n".join(lines), lambda file: True)
-    difference("\n".join(lines), "", lambda file: True)
+    difference(unedited, "\n".join(lines))
+    difference("\n".join(lines), "")
 
 
 def test_what_one_module_does_not_know_comes_before_all_else(unedited):
     edit = ("def layer(", "@jax.checkpoint\ndef layer("), ("sgd(0.1)", "sgd(0.3)")
     body = ("    x = jnp.tanh(x @ w)\n", "    x = jnp.tanh(x @ w) * 5.0 + 1.0\n")
-    found = difference(unedited, lowered(STEP, body, *edit), lambda file: "/user/" in file)
+    found = difference(unedited, lowered(STEP, body, *edit))
     assert "optimization_barrier" in found.changes[0].after
