@@ -53,7 +53,7 @@ SIZES = {
     "report": 2_255,
     "engine dispatcher": 600,
     "serving remote": 10_468,
-    "programs": 3_088,
+    "programs": 3_031,
     "calls": 2_200,
     "variables resident": 4_305,
     "pods programs.together": 1_379,

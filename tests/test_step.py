@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
 from stepcache import jaxcompat
+from stepcache.events import BuildFailed, Built, Loaded, StageStarted
 
 
 @sc.step
@@ -524,6 +525,34 @@ def test_a_subscriber_that_raises_does_not_disturb_the_step(caplog):
     finally:
         unsubscribe()
     assert "subscriber" in caplog.text
+
+
+def test_a_subscriber_may_name_the_kinds_of_events_that_it_takes():
+    stages, others = [], []
+    ends = [
+        sc.recorder.subscribe(stages.append, StageStarted),
+        sc.recorder.subscribe(others.append, Built | Loaded | BuildFailed),
+    ]
+    sc.step(lambda x: x + 1)(1)
+    for end in ends:
+        end()
+    sc.step(lambda x: x + 1)(1)
+    assert [event.stage for event in stages][:2] == ["trace", "lower"]
+    assert [type(event) for event in others] in ([Built], [Loaded])
+
+
+def test_a_listener_of_jax_monitoring_that_raises_does_not_disturb_the_step(caplog):
+    def broken(name, **details):
+        if name == "/stepcache/miss":
+            raise RuntimeError("listener")
+
+    jax.monitoring.register_event_listener(broken)
+    try:
+        with sc.Session(cache=sc.ProgramCache(None)):
+            assert int(sc.step(lambda x: x + 1)(1)) == 2
+    finally:
+        jax.monitoring.unregister_event_listener(broken)
+    assert "listener" in caplog.text
 
 
 # ---- life ------------------------------------------------------------------------------------

@@ -144,8 +144,7 @@ class Predictions:
 
     def find(self, label: str, signature: str) -> Prediction | None:
         """The program that the latest run used last for a call; None if none is known."""
-        rows = self._known_rows().get(label, ())
-        return next((row for row in rows if row.signature == signature), None)
+        return next((row for row in self.of_step(label) if row.signature == signature), None)
 
     def of_step(self, label: str) -> Sequence[Prediction]:
         """All that is known of a step, the latest first."""

@@ -218,7 +218,7 @@ class ProgramStore:
             devices[0].platform if devices else "",
             [device.id for device in devices],
             file,
-            file_digest(file) if file else "",
+            file_digest(file),
             described.call,
             digest_of(described.environment),
             "",

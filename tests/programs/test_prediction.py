@@ -1,5 +1,6 @@
 """What the last runs of a script used is loaded before its steps are called: a hint, no proof."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import stepcache as sc
 from stepcache import jaxcompat
 from stepcache.programs import prediction
+from stepcache.programs.build import build
 from stepcache.programs.prediction import Prediction, Predictions, Preloader, prediction_name
 from stepcache.storage.disk_store import DiskStore
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMIT_SECONDS = 30
+PACKAGE = os.path.dirname(sc.__file__) + os.sep
 
 
 @pytest.fixture
@@ -204,6 +207,44 @@ def test_a_step_drops_what_it_does_not_use_and_the_next_run_does_without(tmp_pat
             cache.flush()
         sources.append((foreseen, len(preloader.loads), step.stats().compiles))
     assert sources == [(0, 0, 1), (1, 0, 1), (1, 0, 0)]
+
+
+@pytest.mark.parametrize("source", ["preloaded", "memory"])
+def test_a_miss_that_compiles_nothing_enters_at_most_twelve_files_below_build(tmp_path, source):
+    entered, depth = set(), 0
+
+    def look(frame, event, argument):
+        nonlocal depth
+        is_build = frame.f_code is build.__code__
+        depth += {"call": is_build, "return": -is_build}.get(event, 0)
+        if depth and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+    def first_call(cache):
+        preloader = cache.store().preloader
+        preloader.preparing.result(LIMIT_SECONDS)
+        for _, load in list(preloader.loads.values()):
+            load.result(LIMIT_SECONDS)
+        with sc.Session(cache=cache):
+            (step := sc.step(lambda x: x * 2 + 1))(x)
+            cache.flush()
+        return step
+
+    x, cache = np.ones(3), sc.ProgramCache(tmp_path)
+    first = first_call(cache)  # It holds its program in memory.
+    assert first.stats().compiles == 1
+    gc.collect()
+    gc.disable()  # Finalizers may be anywhere.
+    sys.setprofile(look)
+    try:
+        step = first_call(cache if source == "memory" else sc.ProgramCache(tmp_path))
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    words = {"memory": "that this process has", "preloaded": "preloaded from disk"}
+    assert words[source] in step.last_miss.remedy
+    assert {"programs/build.py", "jaxcompat/stages.py"} <= entered
+    assert len(entered) <= 12, sorted(entered)
 
 
 def test_what_is_stored_at_the_end_of_the_process_is_noted_by_one_write(tmp_path, monkeypatch):
