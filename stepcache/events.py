@@ -313,7 +313,8 @@ _EVENTS_KEPT = 1024
 class Recorder:
     """Keeps the latest events, and passes each to the subscribers and to `jax.monitoring`.
 
-    An error in a subscriber is logged; it is not raised in the step.
+    A subscriber may name the kinds of events that it takes, as a class or a union; else it takes
+    all. An error in it, or in a listener of `jax.monitoring`, is logged and not raised in the step.
     """
 
     def __init__(self):
@@ -330,7 +331,7 @@ class Recorder:
             except Exception:
                 _log.exception("a subscriber to stepcache's events failed on %r", event)
 
-    def subscribe(self, subscriber: Callable, kinds: Any = Event) -> Callable[[], None]:
+    def subscribe(self, subscriber: Callable, kinds: Any = object) -> Callable[[], None]:
         """Calls `subscriber` with later events of these kinds. Returns what unsubscribes it."""
         with self._lock:
             self._subscribers = (*self._subscribers, (subscriber, kinds))

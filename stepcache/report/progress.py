@@ -133,4 +133,4 @@ def _is_in_debugger(thread: int) -> bool:
 
 SHOWN = BuildProgress()
 """The builds of this process."""
-recorder.subscribe(SHOWN)
+recorder.subscribe(SHOWN, StageStarted | Built | Loaded | BuildFailed)
