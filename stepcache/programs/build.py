@@ -63,8 +63,8 @@ class Program:
 class Stopwatch:
     """Times the stages of one build. Where it builds a step, emits an event as each begins."""
 
-    step: str = ""  # Its name; empty for what is no step's.
-    build_id: int = 0
+    step: str = ""  # Its name.
+    build_id: int = 0  # Of its events; 0 for what is no step's.
     seconds: dict[str, float] = field(default_factory=dict)  # Of each, without those within it.
     current: str = ""  # The one entered last.
     _within: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Stopwatch:
     def stage(self, name: str):
         self.current = name
         self._within.append(name)
-        if self.step:
+        if self.build_id:
             recorder.emit(StageStarted(self.step, self.build_id, name))
         started, timed = time.perf_counter(), self._timed
         try:
@@ -82,7 +82,7 @@ class Stopwatch:
             self.current = self._within[0]
         finally:
             self._within.pop()
-            if self.step and self._within:
+            if self.build_id and self._within:
                 recorder.emit(StageStarted(self.step, self.build_id, self._within[-1]))
             elapsed = time.perf_counter() - started
             own = elapsed - (self._timed - timed)
