@@ -50,7 +50,7 @@ FLOORS = {
 SIZES = {
     "__init__ __main__ install run_command _site step session": 1_106,
     "deployment cli modules nnx equinox": 2_557,
-    "report": 2_255,
+    "report": 2_254,
     "engine dispatcher": 600,
     "serving remote": 10_468,
     "programs": 3_031,

@@ -211,7 +211,7 @@ def _policies(variables: Variables, carried: bool) -> Iterator[tuple[Placement, 
     reads = [Read(), Read(cache="device")]
     if not carried:
         reads += [Read(cache="device", max_staleness=late) for late in _LATE]
-    if _is_served(variables):
+    if variables._master.applies_updates:
         found = [(placement, each, write) for each in (read, *reads)]
         if _pushes(variables, carried):
             found += [(placement, read, replace(write, every=each)) for each in _EVERY]
@@ -220,10 +220,6 @@ def _policies(variables: Variables, carried: bool) -> Iterator[tuple[Placement, 
         found = [(placement, read, write), (there.on_device, Read(), write)]
         found += [(there, each, write) for each in reads]
     yield from dict.fromkeys(found)
-
-
-def _is_served(variables: Variables) -> bool:
-    return variables._master.applies_updates
 
 
 def _pushes(variables: Variables, carried: bool) -> bool:
@@ -243,7 +239,7 @@ def _subjects(
 ) -> Iterator[Callable[[Placement, Read, Write], _Subject]]:
     """Context manager of a trial, with what makes its subjects."""
     tree = variables.value
-    if not _is_served(variables):
+    if not variables._master.applies_updates:
         leaves = jax.tree_util.tree_leaves(tree)
 
         def make(placement: Placement, read: Read, write: Write) -> _Subject:
@@ -349,7 +345,9 @@ def _choice(variables: Variables, policy: tuple[Placement, Read, Write], calls: 
     late = f"up to {counted(read.max_staleness, 'step')} late" if read.max_staleness else ""
     summed = f"updates up to {counted(write.every - 1, 'step')} late" if write.every > 1 else ""
     extent = calls._subject.variables._master.extent
-    is_kept = read.cache is not None or not (isinstance(placement, OnHost) or _is_served(variables))
+    is_kept = read.cache is not None or not (
+        isinstance(placement, OnHost) or variables._master.applies_updates
+    )
     return Choice(
         variables.name,
         placement,
