@@ -6,7 +6,6 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -16,6 +15,8 @@ from typing import Any
 
 import jax
 
+from stepcache.origin import is_users_file
+
 AGREE_SECONDS = 60.0
 """How long to wait, by default, for a process that does not take part in an agreement round."""
 HANG_SECONDS = 60.0
@@ -24,7 +25,6 @@ _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only w
 _LINE_LENGTH = 60
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # Calls in a user's own line that do not wait for a device.
 _OTHER_WAITS = re.compile(
     r"\b(accept|acquire|close|flush|fsync|get|input|join|poll|read|readline|recv|select|sleep|wait"
@@ -54,7 +54,7 @@ _latest: CallCount | None = None
 
 def latest_call() -> str:
     """The latest call of a step: "call 12 of train", or its name where not every call is seen."""
-    return str(_latest or "")
+    return str(_latest or "no call of a step")
 
 
 class Movement:
@@ -83,11 +83,11 @@ class Movement:
             return time.monotonic() - self._since
         self._seen, self._since = seen, time.monotonic()
         file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno)
-        is_other = not _is_users(file) or _OTHER_WAITS.search(line)
+        line = linecache.getline(file, frame.f_lineno)  # Empty if it cannot be read.
+        is_other = not (line and is_users_file(file)) or _OTHER_WAITS.search(line)
         self.waits_for_device = file.startswith((_OWN, *_OF_JAX)) or not is_other
         # The thread runs on: a frame that has returned meanwhile has no caller any more.
-        while not _is_users(frame.f_code.co_filename) and (back := frame.f_back) is not None:
+        while not is_users_file(frame.f_code.co_filename) and (back := frame.f_back) is not None:
             frame = back
         code, number = frame.f_code, frame.f_lineno
         line = linecache.getline(code.co_filename, number).strip()[:_LINE_LENGTH]
@@ -99,10 +99,6 @@ def _cpu_seconds(thread: int) -> float:
     if not hasattr(time, "pthread_getcpuclockid"):  # As on macOS.
         return time.process_time()
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((_OWN, *_OF_JAX, *_INSTALLED, "<"))
 
 
 def stacks() -> str:

@@ -33,6 +33,7 @@ from stepcache.errors import AgreementError, RankLostError, first_line
 from stepcache.jaxcompat import coordination
 from stepcache.jaxcompat.coordination import Service, Unreachable
 from stepcache.link import plain
+from stepcache.link.processes import Process
 from stepcache.pods.global_arrays import pending_ranks
 from stepcache.pods.hang import Movement, latest_call, stacks
 from stepcache.units import readable_ranks
@@ -47,7 +48,6 @@ _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised t
 _LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a loss.
 _ANSWER_SECONDS = 5.0
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
-_ERROR_LENGTH = 120
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
@@ -80,12 +80,17 @@ class Watch:
         # Number and end of the sessions that were left, by mesh, and of the script.
         self._unsaid: dict[str, tuple[int, str]] = {}
         self.agreeing_since = float("inf")  # Of an agreement round, if one is going on.
-        self.neighbours: dict[int, int] | None = None  # Processes of this machine, by rank.
+        self.neighbours: dict[int, Process] | None = None  # Those of this machine, by rank.
         self._alert_until = 0.0
-        self._machine, self._next = _machine() or f"of rank {self.rank}", 0
+        boot = Path("/proc/sys/kernel/random/boot_id")  # Two machines may share a name.
+        here = f"{boot.read_text().strip()}-{Process.current().host}" if boot.exists() else ""
+        self._machine, self._next = here or f"of rank {self.rank}", 0
         self._said: dict[str, Any] = {}  # By this process of itself.
         try:
-            self._join()
+            self._say("process", Process.current())
+            known = {int(name): event for name, event in service.listed(f"{_EVENTS}/").items()}
+            lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
+            self._next = min(lost, default=max(known, default=-1) + 1)
         except Unreachable as error:
             self.note_unreachable(error)
         coordination.replace_shutdown(self._shut_down)
@@ -98,19 +103,9 @@ class Watch:
     def of_this_process(cls, service: Service) -> Watch:
         """Returns the watch of this process; a new one after JAX has connected to a new service."""
         with _making:
-            made = cls._made
-            if made is None or made._closed or made.service.client is not service.client:
-                made = cls._made = cls(service)
-            return made
-
-    def _join(self) -> None:
-        """Says that this process is there, and looks where the events go on, or a loss is."""
-        self._say("pid", self._pid)
-        known = {int(name): event for name, event in self.service.listed(f"{_EVENTS}/").items()}
-        lost = [number for number in known if plain.unpack(known[number])["kind"] == "lost"]
-        self._next = min(lost, default=max(known, default=-1) + 1)
-
-    # ---- called by the user's threads ------------------------------------------------------------
+            if cls._made is None or cls._made.service.client is not service.client:
+                cls._made = cls(service)
+            return cls._made
 
     def enter(self, mesh: str, ranks: Sequence[int], hang_seconds: float) -> None:
         """Notes that this thread enters a session, and watches its movement from now on."""
@@ -126,9 +121,9 @@ class Watch:
         if isinstance(error, SystemExit) and error.code:
             self._failure = f"ended by SystemExit: {error.code}"
         if len(at) == 1 and not self.lost.is_set():
-            how = f" by {first_line(error)[:_ERROR_LENGTH]}" if error is not None else ""
-            end = self._numbers[mesh], _after(f"left its session{how}")
-            self._unsaid = {**self._unsaid, mesh: end}
+            how = f" by {first_line(error)}" if error is not None else ""
+            end = f"left its session{how}, after {latest_call()}"
+            self._unsaid = {**self._unsaid, mesh: (self._numbers[mesh], end)}
             self._say_out()
 
     def raise_if_lost(self, cause: BaseException | None = None) -> None:
@@ -159,8 +154,8 @@ class Watch:
         """Says which ranks of this machine are lost, if the processes of any have ended."""
         if self.neighbours is None:
             said = self._said_by_ranks(self._machine)
-            self.neighbours = {rank: said[rank]["pid"] for rank in said}
-        ended = [rank for rank, pid in self.neighbours.items() if _has_ended(pid)]
+            self.neighbours = {rank: Process(*said[rank]["process"]) for rank in said}
+        ended = [rank for rank, process in self.neighbours.items() if process.has_ended()]
         if ended and not self.lost.is_set():
             self.neighbours = {}  # It is said once, though this process may hear of it later.
             self._append("lost", ranks=sorted(ended), text="its process has ended")
@@ -173,10 +168,10 @@ class Watch:
                 return
             are = "is" if len(ranks) == 1 else "are"
             who = f"{readable_ranks(ranks)} of the pod {are} lost" if ranks else "the pod is broken"
-            here = ", ".join(filter(None, (f"rank {self.rank}", latest_call())))
             hint = "start again, on as many processes as there are: sc.restore reads what any "
             hint += "number of processes saved"
-            self._error = RankLostError(f"{who}: {why}", ranks, where=here, hint=hint)
+            where = f"rank {self.rank}, {latest_call()}"
+            self._error = RankLostError(f"{who}: {why}", ranks, where=where, hint=hint)
             self._lost_at = time.monotonic()
             self.lost.set()
             if not self._failure:
@@ -185,8 +180,6 @@ class Watch:
     def note_unreachable(self, error: Unreachable) -> None:
         """Records the loss of rank 0, which runs the coordination service."""
         self.note_loss([0], f"its coordination service does not answer ({first_line(error)})")
-
-    # ---- what is said ----------------------------------------------------------------------------
 
     def _append(self, kind: str, *, or_not: bool = False, **more: Any) -> None:
         """Appends an event, which all handle: after those that others append, or then not."""
@@ -220,8 +213,6 @@ class Watch:
                     if self.service.put(f"{_FIRST}/{place} {number}", b"1"):
                         self._append("out")
 
-    # ---- the watching thread ---------------------------------------------------------------------
-
     def _watch(self) -> None:
         while not (self._closed or self.lost.is_set()):
             try:
@@ -245,9 +236,8 @@ class Watch:
                     case {"kind": "hang", "text": text}:
                         self._report_hang(number, text)
                     case {"kind": "lost", "by": by, "ranks": ranks, "text": text}:
-                        self.note_loss(
-                            ranks, text if by in ranks else f"{text} (rank {by} noticed)"
-                        )
+                        noticed = "" if by in ranks else f" (rank {by} noticed)"
+                        self.note_loss(ranks, text + noticed)
                 if not (self.lost.is_set() or self._ended):
                     self._look()
             except Unreachable as error:
@@ -273,40 +263,38 @@ class Watch:
         mesh, ranks, hang_seconds = self._entered[-1]
         if still < 0.5 and not agreeing:
             self._reported_hang = False
-        if (still > _STILL_SECONDS and self._movement.waits_for_device) or agreeing > 1:
+        waits_for_device = still > _STILL_SECONDS and self._movement.waits_for_device
+        if waits_for_device or agreeing > _STILL_SECONDS:
             self.look_for_ended()
-            if time.monotonic() < self._alert_until and max(still, agreeing) > _STILL_SECONDS:
-                out: dict[int, str] = {}
+            if time.monotonic() < self._alert_until:
+                gone: dict[int, str] = {}
+                computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
                 for rank, said in self._said_by_ranks().items():
                     number, how = said.get(_SCRIPT) or said.get(mesh, (0, ""))
-                    if rank in ranks and number >= self._numbers[mesh]:
-                        out[rank] = how
-                computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
-                gone = sorted(r for r in out if agreeing or r in computing or not computing)
+                    has_left = rank in ranks and number >= self._numbers[mesh]
+                    if has_left and (agreeing or rank in computing or not computing):
+                        gone[rank] = how
                 if gone:
-                    why = "; ".join(dict.fromkeys(out[rank] for rank in gone))
+                    why = "; ".join(dict.fromkeys(gone.values()))
                     text = f"{why}, while rank {self.rank} waits at {self._movement.where}"
-                    return self._append("lost", ranks=gone, text=text)
+                    return self._append("lost", ranks=sorted(gone), text=text)
         if max(still, agreeing) > hang_seconds and not self._reported_hang:
             text = f"no progress for {hang_seconds:g} s in rank {self.rank}"
             self._append("hang", or_not=True, text=text)
 
     def _report_hang(self, number: int, text: str) -> None:
-        """Logs the stacks of this process; rank 0 also where all are."""
+        """Logs the stacks of this process; rank 0 also where all are, once they have said it."""
         self._reported_hang = True
         self._movement.look()
-        self._say("at", [number, ", ".join(filter(None, (latest_call(), self._movement.where)))])
+        self._say("at", [number, f"{latest_call()}, {self._movement.where}"])
         _log.warning("%s; rank %d is here:\n%s", text, self.rank, stacks())
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while self.rank == 0:
+        if self.rank == 0 and not self.lost.wait(_ANSWER_SECONDS):
             places: dict[str, list[int]] = {}
             for rank, said in sorted(self._said_by_ranks().items()):
                 of_hang, place = said.get("at", (-1, ""))
                 places.setdefault(place if of_hang == number else "no answer", []).append(rank)
-            if "no answer" not in places or time.monotonic() > deadline:
-                rows = [f"{readable_ranks(places[place])}: {place}" for place in places]
-                return _log.warning("%s. The ranks are here:\n  %s", text, "\n  ".join(rows))
-            time.sleep(0.2)
+            rows = [f"{readable_ranks(places[place])}: {place}" for place in places]
+            _log.warning("%s. The ranks are here:\n  %s", text, "\n  ".join(rows))
 
     def _exit_if_stuck(self) -> None:
         """Ends the process if its main thread cannot raise the loss: it is in a call that only the
@@ -324,11 +312,8 @@ class Watch:
             sys.stdout.flush()
             name = f"{RankLostError.__module__}.{RankLostError.__qualname__}"
             place = f"the thread waits at {self._movement.where}, and cannot raise this error"
-            sys.stderr.write(f"{name}: {self._error}\n{place}\n")
-            sys.stderr.flush()
+            print(f"{name}: {self._error}\n{place}", file=sys.stderr, flush=True)
         os._exit(1)
-
-    # ---- the end ---------------------------------------------------------------------------------
 
     def _say_failure(self) -> None:
         """Says that this process is lost, if an error has ended its script."""
@@ -336,14 +321,14 @@ class Watch:
         if error is not None and not self._failure:
             self._failure = f"ended by {first_line(error)}"
         if self._failure and not (self._closed or self.lost.is_set() or os.getpid() != self._pid):
-            self._append("lost", ranks=[self.rank], text=_after(self._failure))
+            self._append("lost", ranks=[self.rank], text=f"{self._failure}, after {latest_call()}")
             self.lost.wait(_ANSWER_SECONDS)
 
     def _say_end(self, how: str = "ended its script") -> None:
         """Says that this process ends, once its devices compute nothing for others."""
         if self._closed or self._ended or self._failure or os.getpid() != self._pid:
             return
-        self._unsaid = {**self._unsaid, _SCRIPT: (_LAST_NUMBER, _after(how))}
+        self._unsaid = {**self._unsaid, _SCRIPT: (_LAST_NUMBER, f"{how}, after {latest_call()}")}
         while self._unsaid and not self.lost.is_set():
             self._say_out()
             time.sleep(0.05)
@@ -371,24 +356,3 @@ class Watch:
         """Leaves a broken pod; rank 0 last: JAX aborts the others when its service ends."""
         if self.rank == 0:
             time.sleep(max(self._lost_at + _LAST_SECONDS - time.monotonic(), 0.0))
-
-
-def _after(how: str) -> str:
-    call = latest_call()
-    return f"{how}, after {call}" if call else how
-
-
-def _machine() -> str:
-    """Names this machine and the namespace of its process identifiers; empty except on Linux."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
-def _has_ended(pid: int) -> bool:
-    """Returns whether a process of this machine has ended, though its parent may not know yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return not Path(f"/proc/{pid}").exists()

@@ -35,6 +35,23 @@ def test_a_frame_may_return_while_it_is_looked_at(monkeypatch):
         assert f" in {where}: " in movement.where
 
 
+def test_code_without_a_file_is_the_users_and_waits_for_no_device():
+    """As that of `python -c`, of which no line says for what it waits."""
+    held, given = threading.Lock(), {}
+    held.acquire()
+    exec("def wait(lock):\n    lock.acquire()", given)
+    thread = threading.Thread(target=given["wait"], args=(held,))
+    thread.start()
+    assert thread.ident is not None
+    movement = Movement(thread.ident)
+    while "wait" not in movement.where:
+        movement.look()
+    assert movement.where.startswith("<string>:2 in wait")
+    assert not movement.waits_for_device
+    held.release()
+    thread.join()
+
+
 def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
     go, over = threading.Event(), threading.Event()
 
