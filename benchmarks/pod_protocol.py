@@ -35,7 +35,6 @@ import sys
 import tempfile
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +153,7 @@ class Rank:
         from jax._src import distributed
 
         from stepcache import errors
+        from stepcache.link import processes
         from stepcache.pods import watch
         from stepcache.pods.rounds import peers_of
 
@@ -174,8 +174,8 @@ class Rank:
         # There are no devices to ask, and one machine.
         jax.process_index = lambda *_: rank
         watch.pending_ranks = set
-        machine = f"{watch._machine()}-{rank // OF_A_MACHINE}"
-        watch._machine = lambda: machine
+        host = f"{processes._host()}-{rank // OF_A_MACHINE}"
+        processes._host = lambda: host
         peers = peers_of(range(count))
         assert peers is not None
         self.peers = peers
@@ -231,7 +231,7 @@ class Rank:
             sides = differing.get("program", [(entries["program"], current.ranks)])
             giver, receivers, _ = givers(key, sides)
             if giver == self.rank:
-                current.send("program", zlib.compress(PROGRAM, 1), len(receivers))
+                current.send("program", ("sent", PROGRAM), len(receivers))
             elif self.rank in receivers:
                 current.receive("program", giver)
 

@@ -45,16 +45,15 @@ def global_array(
         shape: of the array; by default the value's. Along dimensions where it differs, the value is
             this process's part.
     """
+    shape = np.shape(value) if shape is None else shape
     if is_key(value):
-        whole = value.shape if shape is None else shape
         data = np.asarray(jax.random.key_data(value))
-        data = global_array(data, sharding, (*whole, *data.shape[value.ndim :]))
+        data = global_array(data, sharding, (*shape, *data.shape[value.ndim :]))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     part = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(part.dtype)
     at = sharding or SingleDeviceSharding(jaxcompat.default_device())
-    shapes = part.shape if shape is None else shape, part.shape
-    make = _maker(at, *shapes, dtype, committed=sharding is not None)
+    make = _maker(at, shape, part.shape, dtype, committed=sharding is not None)
     return make(part if part.dtype == dtype else part.astype(dtype))
 
 

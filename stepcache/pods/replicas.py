@@ -7,7 +7,8 @@ digests differ, one process of each side sends its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.pods.global_arrays import is_key, spans_processes
-from stepcache.pods.rounds import Peers, Round
+from stepcache.pods.rounds import Peers, Round, digest_of
 from stepcache.units import shortened
 
 Groups = dict[tuple[int, ...], dict[str, str]]
@@ -25,7 +26,6 @@ Groups = dict[tuple[int, ...], dict[str, str]]
 Part = tuple[str, Any, slice | None]
 """Path and array of a leaf, and its slice if it is a part of a packed array."""
 
-_READ_WHOLE_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 _SHOWN, _MAX_LINES = 3, 12
 
@@ -41,7 +41,7 @@ def token_of(value: Any, *, whole: bool = False) -> str:
         return str(array.item())
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     hasher = hashlib.sha256()
-    if whole or data.size <= _READ_WHOLE_BYTES:
+    if whole or data.size <= _BLOCKS * _BLOCK_BYTES:
         hasher.update(data.data)
     else:
         for start in np.linspace(0, data.size - _BLOCK_BYTES, _BLOCKS).astype(int):
@@ -56,11 +56,6 @@ def is_local(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def digest_of(tokens: Mapping[str, str]) -> str:
-    """Returns a digest of values, by their tokens."""
-    return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
-
-
 def compare(round: Round, about: str, groups: Groups) -> None:
     """Compares the values of this process with those of all others, in a round.
 
@@ -73,12 +68,11 @@ def compare(round: Round, about: str, groups: Groups) -> None:
         return [Change("value", path, usual[path], other[path]) for path in paths]
 
     tokens = {path: token for each in groups.values() for path, token in each.items()}
-    digests = {digest_of({"": str(ranks)}): digest_of(groups[ranks]) for ranks in groups}
-    differing = round.compare("values", digests).values()
+    digests = {digest_of(ranks): digest_of(sorted(groups[ranks].items())) for ranks in groups}
     what = f"replicated values differ between the ranks, {about}:"
     hint = "make them from the same seed, checkpoint and settings on all processes; pass values "
     hint += "that differ between processes in a batch"
-    round.raise_differing(what, differing, tokens, compared, hint)
+    round.raise_differing(what, round.compare("values", digests).values(), tokens, compared, hint)
 
 
 def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> None:
@@ -86,21 +80,20 @@ def check_replicas(leaves: Iterable[Part], peers: Peers | None, about: str) -> N
 
     Without `peers`, those are the devices of this process. Raises as `compare`.
     """
-    ranks = tuple(peers.ranks) if peers is not None else (jax.process_index(),)
+    ranks = peers.ranks if peers is not None else (jax.process_index(),)
     groups: Groups = {}
     lines = [f"replicated values differ between the devices of rank {jax.process_index()}:"]
     for path, value, part in leaves:
-        if not isinstance(value, jax.Array) or (is_local(value) and len(value.devices()) == 1):
+        if not isinstance(value, jax.Array):
             groups.setdefault(ranks, {})[path] = token_of(value, whole=True)
             continue
         array = jax.random.key_data(value) if is_key(value) else value
-        holders: dict[str, set[int]] = {}
-        for device, index in array.sharding.devices_indices_map(array.shape).items():
-            holders.setdefault(_index_text(index, array.shape), set()).add(device.process_index)
-        tokens: dict[str, set[str]] = {}
-        for shard in array.addressable_shards:  # JAX reads the data of each once.
-            token = token_of(np.asarray(shard.data)[part or ...], whole=True)
-            tokens.setdefault(_index_text(shard.index, array.shape), set()).add(token)
+        holders, tokens = defaultdict[str, set[int]](set), defaultdict[str, set[str]](set)
+        for shard in array.global_shards:
+            index = _index_text(shard.index, array.shape)
+            holders[index].add(shard.device.process_index)
+            if shard.data is not None:  # It is on a device of this process.
+                tokens[index].add(token_of(np.asarray(shard.data)[part or ...], whole=True))
         for index, copies in tokens.items():
             token = " and ".join(sorted(copies))
             if len(copies) > 1:

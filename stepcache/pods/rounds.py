@@ -17,12 +17,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from stepcache.errors import AgreementError
 from stepcache.events import Change
 from stepcache.jaxcompat import coordination
-from stepcache.jaxcompat.coordination import Unreachable
 from stepcache.link import plain
 from stepcache.pods.hang import AGREE_SECONDS
 from stepcache.pods.watch import Watch
@@ -37,14 +36,8 @@ _LOG_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # Between looks for losses, while waiting.
 _GET_SECONDS = 1e6  # Days; a process that waits looks by itself for losses.
 _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the others do.
-SAME_CALLS = (
-    "make the same calls, with the same shapes and static values, in the same order on all "
-    "processes. For a call on one process alone, place its arguments on that process's devices "
-    "(jax.device_put), or call it inside sc.Session(). Session(agree_timeout=…) waits longer"
-)
 
 _log = logging.getLogger("stepcache")
-T = TypeVar("T")
 Sides = Sequence[tuple[Any, Sequence[int]]]
 """The values of an entry, and the ranks that have each: most ranks first."""
 
@@ -55,7 +48,7 @@ class Peers:
     def __init__(self, ranks: tuple[int, ...], watch: Watch, agree_seconds: float):
         self.rank, self.ranks = watch.rank, ranks  # This process, and all in order.
         self.watch, self.agree_seconds = watch, agree_seconds
-        self.name = f"stepcache/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
+        self.name = f"stepcache/{digest_of(ranks)}"
         # All sessions over the same processes count their rounds together.
         new = threading.Lock(), itertools.count(1)
         self._lock, self._numbers = watch.rounds.setdefault(self.name, new)
@@ -74,39 +67,18 @@ class Peers:
         self.watch.raise_if_lost()
         with self._lock:
             number = next(self._numbers)
-            seconds = float("inf") if patient else self.agree_seconds
-            current = Round(self, f"{self.name}/{number}", label, reason, seconds)
+            late_seconds = float("inf") if patient else self.agree_seconds
+            current = Round(self, f"{self.name}/{number}", label, reason, late_seconds)
             self.watch.agreeing_since, self.watch.neighbours = time.monotonic(), None
             try:
                 yield current
-            except Unreachable as error:
+            except coordination.Unreachable as error:
                 self.watch.note_unreachable(error)
                 self.watch.raise_if_lost()
             finally:
                 self.watch.agreeing_since = float("inf")
                 if current.all_came and self.rank == self.ranks[0]:  # All left the one before.
                     self.watch.service.delete(f"{self.name}/{number - 1}/")
-
-    def gather(
-        self, label: str, payload: bytes, reason: str = "", *, patient: bool = True
-    ) -> dict[int, bytes]:
-        """Waits for all processes, in a `round`; returns the payload of each, by rank.
-
-        Of very many that differ, those that most ranks have are returned.
-        """
-        with self.round(label, reason, patient=patient) as current:
-            sides = current.compare("gathered", {"payload": payload})
-        rows = sides.get("payload", [(payload, self.ranks)])
-        return {rank: value for value, ranks in rows for rank in ranks}
-
-    def guarded(self, work: Callable[[], T]) -> T:
-        """Calls a function that waits for others; raises `RankLostError` if one was lost."""
-        self.watch.raise_if_lost()
-        try:
-            return work()
-        except Exception as error:
-            self.watch.raise_if_lost_by(error)
-            raise
 
 
 def peers_of(ranks: Sequence[int], agree_seconds: float = AGREE_SECONDS) -> Peers | None:
@@ -136,7 +108,7 @@ class Round:
         """Says that this process takes part, but may need long until it compares anything."""
         self._service.put(f"{self._place}/coming/{self.rank}", b"")
 
-    def compare(self, topic: str, entries: Mapping[str, str | bytes]) -> dict[str, Sides]:
+    def compare(self, topic: str, entries: Mapping[str, str]) -> dict[str, Sides]:
         """Returns the entries in which the processes differ: none if all have the same.
 
         `topic` names the comparison, once in a round. An entry that only some processes have is
@@ -150,14 +122,17 @@ class Round:
             listed = service.listed(f"{place}/from/")
             by_rank = {int(rank): _unpacked(listed[rank]) for rank in listed}
             service.put(f"{place}/result", _packed({"sides": _sides(by_rank)}))
-        looks = [self._late_seconds + (0 if turn == 1 else _FIRST_SECONDS)]
-        if turn == 1:
-            looks = sorted([_LOG_SECONDS, *looks])
-        result = _unpacked(self._wait(f"{place}/result", topic, [] if self.all_came else looks))
-        if late := result.get("late"):
-            what = f"{readable_ranks(late)} did not take part in the agreement on {self._label} "
-            what += f"within {self._late_seconds:.0f} s{result['why']}"
-            raise AgreementError(what, sides=(tuple(late),), hint=SAME_CALLS)
+        log, late = _LOG_SECONDS, self._late_seconds
+        looks = sorted([log, late]) if turn == 1 else [late + _FIRST_SECONDS]
+        result = _unpacked(self._wait(f"{place}/result", looks))
+        if missing := result.get("late"):
+            what = f"{readable_ranks(missing)} did not take part in the agreement on {self._label} "
+            what += f"within {late:.0f} s{result['why']}"
+            hint = "make the same calls, with the same shapes and static values, in the same order "
+            hint += "on all processes. For a call on one process alone, place its arguments on "
+            hint += "that process's devices (jax.device_put), or call it inside sc.Session(). "
+            hint += "Session(agree_timeout=…) waits longer"
+            raise AgreementError(what, sides=(tuple(missing),), hint=hint)
         self.all_came = True
         return result["sides"]
 
@@ -177,8 +152,8 @@ class Round:
         pairs = [(sides[0][1], other) for sides in differing for _, other in sides[1:]]
         speakers = sorted({ranks[0] for pair in pairs for ranks in pair})
         if self.rank in speakers:
-            self.send("explained", _packed(own), len(self.ranks))
-        said = {rank: _unpacked(self.receive("explained", rank)) for rank in speakers}
+            self.send("explained", own, len(self.ranks))
+        said = {rank: self.receive("explained", rank) for rank in speakers}
         lines, changes, sides = [what], [], []
         for usual, other in pairs:
             for change in compared(said[usual[0]], said[other[0]]):
@@ -192,28 +167,27 @@ class Round:
             text = "\n  ".join(shortened(lines, 1 + _MAX_LINES))
             raise AgreementError(text, changes, dict.fromkeys(sides), hint=hint)
 
-    def send(self, topic: str, data: bytes, receivers: int) -> None:
-        """Sends data to as many processes, which call `receive`, in chunks."""
-        place = f"{self._place}/{topic}/{self.rank}"
-        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        for number, chunk in enumerate(chunks):
-            self._service.put(f"{place}/{number}", chunk)
-        self._service.put(f"{place}/sent", plain.pack([len(chunks), receivers]))
+    def send(self, topic: str, data: Any, receivers: int) -> None:
+        """Sends plain data to as many processes, which call `receive`, in chunks."""
+        place, packed = f"{self._place}/{topic}/{self.rank}", _packed(data)
+        for start in range(0, len(packed), CHUNK_BYTES):
+            self._service.put(f"{place}/{start}", packed[start : start + CHUNK_BYTES])
+        self._service.put(f"{place}/sent", plain.pack([len(packed), receivers]))
 
-    def receive(self, topic: str, sender: int) -> bytes:
+    def receive(self, topic: str, sender: int) -> Any:
         """Waits for the data that a process sends. Raises `RankLostError` if one was lost."""
         place = f"{self._place}/{topic}/{sender}"
-        count, receivers = plain.unpack(self._wait(f"{place}/sent"))
-        data = b"".join([self._wait(f"{place}/{number}") for number in range(count)])
-        if count and self._service.add(f"{place}/received") == receivers:
+        size, receivers = plain.unpack(self._wait(f"{place}/sent"))
+        packed = b"".join([self._wait(f"{place}/{start}") for start in range(0, size, CHUNK_BYTES)])
+        if self._service.add(f"{place}/received") == receivers:
             self._service.delete(f"{place}/")  # The service keeps all values in memory.
-        return data
+        return _unpacked(packed)
 
-    def _wait(self, name: str, topic: str = "", looks: Iterable[float] = ()) -> bytes:
+    def _wait(self, name: str, looks: Iterable[float] = ()) -> bytes:
         """Waits for the value of a name in the service.
 
-        After each of the seconds in `looks`, it looks who is missing in the comparison of `topic`:
-        those are logged, or, when they are late, end the round.
+        After each of the seconds in `looks`, it looks who has not come to the round: those are
+        logged, or, when they are late, end it.
         """
         answer: Future[Any] = Future()
 
@@ -233,8 +207,8 @@ class Round:
             if not looks or time.monotonic() < started + looks[0]:
                 continue
             is_late = looks.pop(0) >= self._late_seconds
-            places = [f"{self._place}/coming/", f"{self._place}/{topic}/from/"]
-            came = {int(rank) for place in places for rank in self._service.listed(place)}
+            parts = (name.split("/") for name in self._service.listed(f"{self._place}/"))
+            came = {int(rank) for *_, kind, rank in parts if kind in ("coming", "from")}
             missing = sorted({*self.ranks} - came)
             why = f"; rank {self.rank} {self._reason}" if self._reason else ""
             if missing and is_late:  # The first one that writes a result is read by all.
@@ -255,6 +229,11 @@ def _sides(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, list[tuple[Any
         name: sorted(sides, key=lambda side: (-len(side[1]), side[1]))[:MAX_SIDES]
         for name, sides in differing[:MAX_SIDES]
     }
+
+
+def digest_of(data: Any) -> str:
+    """Returns a digest of plain data, which differs from that of any other data."""
+    return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 
 
 def _packed(data: Any) -> bytes:

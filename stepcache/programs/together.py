@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +33,6 @@ _MAY_DIFFER = {
     f"environment {name}" for name in ("CPU", "argv", "device kind", "devices", "python", "system")
 }
 _PLAIN = (str, bytes, int, float, complex, type(None))
-_FAILED, _STORED, _SENT = b"-", b"=", b"+"
 _log = logging.getLogger("stepcache")
 
 
@@ -71,9 +69,8 @@ def _replicated_host_values(request: Request) -> dict[str, str] | None:
 
 def compare_call_values(name: str, request: Request, peers: Peers) -> None:
     """Raises `AgreementError` if the replicated host values of a call differ between processes."""
-    values = {tuple(peers.ranks): _replicated_host_values(request) or {}}
     with peers.round(name, "calls it for the first time since it was warmed") as round:
-        compare(round, f"before {name}", values)
+        compare(round, f"before {name}", {peers.ranks: _replicated_host_values(request) or {}})
 
 
 def givers(digest: str, sides: Sides) -> tuple[int, list[int], bool]:
@@ -96,7 +93,9 @@ class Together:
     def __init__(self, round: Round, request: Request, described: Described, cache: Any):
         self._round, self._request, self._described = round, request, described
         self._cache, self._store, self._module = cache, cache.store(), lambda: ""
-        self._giver, self._takers, self._compiles, self._shares_directory = -1, [], False, False
+        self._giver: int | None = None  # The rank that sends its executable to this process.
+        self.receivers = 0  # How many wait for the executable of this process.
+        self._compiles = self._shares_directory = False
         self.has_agreed = False  # Whether this process has compared what it has with the others.
         self.knows_values = False  # Whether all have compared the host values of the call.
 
@@ -135,16 +134,6 @@ class Together:
         differing = round.compare("report", entries)
         if error and "call" not in differing:  # Which may explain the error.
             return
-        self._raise_differing(differing, facts)
-        sides = {name: differing.get(name, [(entries[name], round.ranks)]) for name in entries}
-        self.knows_values = "" not in [digest for digest, _ in sides["values"]]
-        if values is not None and self.knows_values and "values" in differing:
-            compare(round, f"before {label}", {tuple(round.ranks): values})
-        self._giver, self._takers, self._compiles = givers(program[:16], sides["program"])
-        self._shares_directory = bool(directory) and "directory" not in differing
-
-    def _raise_differing(self, differing: dict[str, Sides], facts: dict[str, str]) -> None:
-        label, round = self._described.label, self._round
         if "call" in differing:
             are_others = "step" in differing
             what = f"the ranks call {'different steps' if are_others else f'{label} differently'}:"
@@ -163,6 +152,14 @@ class Together:
             hint += "its rank"
             two = differing["module"][:2]  # The texts are large.
             round.raise_differing(what, [two], self._module(), _module_changes, hint)
+        sides = {name: differing.get(name, [(entries[name], round.ranks)]) for name in entries}
+        self.knows_values = "" not in [digest for digest, _ in sides["values"]]
+        if values is not None and self.knows_values and "values" in differing:
+            compare(round, f"before {label}", {round.ranks: values})
+        giver, takers, self._compiles = givers(program[:16], sides["program"])
+        self._giver = giver if round.rank in takers else None
+        self.receivers = len(takers) if round.rank == giver else 0
+        self._shares_directory = bool(directory) and "directory" not in differing
 
     def take(
         self, compilation: jaxcompat.Compilation, before_compiling: Callable[[], None]
@@ -174,16 +171,15 @@ class Together:
         """
         if self._compiles:
             before_compiling()  # On each of them: a session that forbids it raises on all.
-        if self._round.rank not in self._takers:
+        if self._giver is None:
             return None, "", b""
-        said = self._round.receive("program", self._giver)
+        how, data = self._round.receive("program", self._giver)
         label, giver = self._described.label, f"rank {self._giver}"
-        if said.startswith(_FAILED):
-            what = f"not all ranks have the program of {label}: {giver}: {said[1:].decode()}"
+        if how == "failed":
+            what = f"not all ranks have the program of {label}: {giver}: {data}"
             raise AgreementError(what, sides=((self._giver,),))
         try:
-            if said != _STORED:
-                data = zlib.decompress(said[1:])
+            if how == "sent":
                 return compilation.load(data) if data else None, giver, data
             entry = self._store.disk.read("program", compilation.digest)
             return compilation.load(entry.payload) if entry is not None else None, giver, b""
@@ -197,7 +193,7 @@ class Together:
         look for it there. Returns it, serialized, if that was needed.
         """
         store, label, data, is_stored = self._store, self._described.label, b"", False
-        if self._round.rank != self._giver or not self._takers:
+        if not self.receivers:
             return b""
         if source == "compiled":
             try:
@@ -210,19 +206,10 @@ class Together:
         elif not (is_stored := self._shares_directory):
             entry = store.disk.read("program", compilation.digest)
             data = entry.payload if entry is not None else b""
-        self._send(_STORED if is_stored else _SENT + zlib.compress(data, 1))
+        said = ("stored", b"") if is_stored else ("sent", data)
+        self._round.send("program", said, self.receivers)
+        self.receivers = 0
         return data if source == "compiled" else b""
-
-    def _send(self, said: bytes) -> None:
-        takers, self._takers = len(self._takers), []
-        self._round.send("program", said, takers)
-
-    def fail(self, error: Exception) -> None:
-        """Tells the others, who wait for this process, that it has no program."""
-        if not self.has_agreed:
-            self.agree(None, "", first_line(error))
-        elif self._round.rank == self._giver and self._takers:
-            self._send(_FAILED + first_line(error).encode())
 
 
 @contextlib.contextmanager
@@ -240,8 +227,11 @@ def building(
         together = Together(round, request, described, cache)
         try:
             yield together
-        except Exception as error:
-            together.fail(error)
+        except Exception as error:  # The others wait for this process.
+            if not together.has_agreed:
+                together.agree(None, "", first_line(error))
+            elif together.receivers:
+                round.send("program", ("failed", first_line(error)), together.receivers)
             raise
 
 

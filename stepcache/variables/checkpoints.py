@@ -19,13 +19,7 @@ import jax
 import numpy as np
 
 from stepcache import _process_hooks, jaxcompat
-from stepcache.errors import (
-    RankLostError,
-    StepCacheError,
-    VariablesError,
-    first_line,
-    refuse_url,
-)
+from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
 from stepcache.pods.rounds import Peers, peers_of
 from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
 from stepcache.variables.checkpoint_steps import writing
@@ -260,11 +254,16 @@ class Together:
             RankLostError: one of them is lost.
             VariablesError: orbax, or the file system, fails.
         """
+        watch = self._peers.watch if self._peers is not None else None
         try:
-            return work() if self._peers is None else self._peers.guarded(work)
-        except StepCacheError:
-            raise
+            if watch is not None:
+                watch.raise_if_lost()
+            return work()
         except Exception as error:
+            if watch is not None:
+                watch.raise_if_lost_by(error)
+            if isinstance(error, StepCacheError):
+                raise
             what = f"{self._what}: {first_line(error)}"
             raise VariablesError(what, where=self.label, expected=self._expected) from error
 
@@ -284,23 +283,22 @@ class Together:
 
         Args:
             work: what each process does.
-            reason, patient: see `Peers.gather`.
+            reason, patient: see `Peers.round`.
             of_first: return the result of the first process, as text.
         """
         result, failed = None, None
         try:
             result = self.guarded(work)
-        except RankLostError:
-            raise
-        except StepCacheError as error:
+        except StepCacheError as error:  # A loss is raised by the round, too.
             failed = error
         own = f"-{failed}" if failed is not None else f"+{result if of_first else ''}"
         if self._peers is not None:
-            answers = self._peers.gather(self.label, own.encode(), reason, patient=patient)
-            texts = {rank: text.decode() for rank, text in answers.items()}
-            wrong = [f"rank {rank}: {text[1:]}" for rank, text in texts.items() if text[0] == "-"]
+            with self._peers.round(self.label, reason, patient=patient) as current:
+                differing = current.compare("results", {"result": own})
+            texts = differing.get("result", [(own, current.ranks)])
+            wrong = [f"rank {ranks[0]}: {text[1:]}" for text, ranks in texts if text[0] == "-"]
             failed = failed or (VariablesError(wrong[0]) if wrong else None)
-            own = texts[0]
+            own = next((text for text, ranks in texts if 0 in ranks), own)
         if failed is not None:
             raise failed
         return own[1:] if of_first else result

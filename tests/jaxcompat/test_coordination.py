@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stepcache.errors import AgreementError, RankLostError
 from stepcache.events import Change
 from stepcache.jaxcompat.coordination import Service, Unreachable
+from stepcache.link.processes import Process
 from stepcache.pods.rounds import MAX_SIDES, Peers, Round, _packed, _sides
 from stepcache.pods.watch import Watch
 from stepcache.programs.together import givers
@@ -52,9 +53,6 @@ class Names:
         return [(each, self.values[each]) for each in self.values if each.startswith(name)]
 
 
-PAYLOADS = st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b"]), min_size=1)
-
-
 def peers_over(names, rank, ranks):
     """Peers whose detection of losses sees none."""
     watch = object.__new__(Watch)
@@ -75,17 +73,6 @@ def at_once(ranks, take_part):
     with ThreadPoolExecutor(len(ranks)) as pool:
         returned = pool.map(lambda rank: take_part(names, rank), ranks)
         return dict(zip(ranks, returned, strict=True)), names
-
-
-@given(PAYLOADS)
-def test_all_gather_the_payload_of_each(payloads):
-    ranks = sorted(payloads)
-
-    def take_part(names, rank):
-        return peers_over(names, rank, ranks).gather("train", payloads[rank])
-
-    results, _ = at_once(ranks, take_part)
-    assert all(each == payloads for each in results.values())
 
 
 @given(st.dictionaries(st.integers(0, 20), st.dictionaries(st.sampled_from("ab"), st.text())))
@@ -193,12 +180,14 @@ def test_what_some_explain_may_be_larger_than_a_message(monkeypatch):
     assert not any("/explained/" in name for name in names.values), "it is freed"
 
 
-def test_a_loss_is_shown_without_the_call_that_failed_of_it():
+def test_a_loss_is_shown_without_the_call_that_failed_of_it(monkeypatch):
+    monkeypatch.setattr("stepcache.pods.hang._latest", None)
     peers = peers_over(Names(), 1, (0, 1))
     with pytest.raises(RankLostError, match="rank 0 of the pod is lost") as raised:
         with peers.round("train"):
             raise Unreachable("a process is lost")
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
+    assert raised.value.where == "rank 1, no call of a step"
 
 
 def test_a_killed_process_is_named_though_it_takes_a_while_to_end(monkeypatch):
@@ -206,8 +195,8 @@ def test_a_killed_process_is_named_though_it_takes_a_while_to_end(monkeypatch):
     peers, looks = peers_over(Names(), 1, (0, 1, 2)), iter([False, False, True])
     watch = peers.watch
     del watch.look_for_ended
-    watch._closed, watch.neighbours = False, {2: 7}
-    monkeypatch.setattr("stepcache.pods.watch._has_ended", lambda pid: next(looks))
+    watch._closed, watch.neighbours = False, {2: Process.current()}
+    monkeypatch.setattr(Process, "has_ended", lambda process: next(looks))
 
     def append(kind, *, ranks=(), text=""):
         if kind == "lost":
