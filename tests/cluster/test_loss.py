@@ -384,7 +384,7 @@ def train(state, batch):
 def batches():
     for step in range(8):
         if step == 5 and RANK == 2:
-            time.sleep(12)
+            time.sleep(16)
         yield np.ones(4, np.float32)
 with sc.Session(mesh, hang_after=3):
     state = np.ones(3, np.float32)
@@ -404,7 +404,7 @@ def test_a_hang_is_logged_once_with_where_all_ranks_are(together):
         assert ("The ranks are here:" in rank.output) == (number == 0)
     table = ranks[0].output.partition("The ranks are here:")[2].splitlines()[1:3]
     assert "ranks 0–1: call 6 of train, pod.py:" in table[0], table
-    assert "rank 2: call 5 of train, pod.py:" in table[1] and "time.sleep(12)" in table[1], table
+    assert "rank 2: call 5 of train, pod.py:" in table[1] and "time.sleep(16)" in table[1], table
 
 
 CAUGHT = """
