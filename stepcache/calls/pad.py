@@ -93,9 +93,9 @@ class Pad:
             if each >= size:
                 return each
         what = f"axis {self.axis} is larger than all sizes of its padding"
-        raise self.error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
+        raise self._error(what, expected=f"at most {self.sizes[-1]}", got=str(size))
 
-    def error(self, what: str, **details: Any) -> PaddingError:
+    def _error(self, what: str, **details: Any) -> PaddingError:
         return PaddingError(what, where=", ".join(self.arguments), **details)
 
     def other_size(self, size: int) -> int:

@@ -94,7 +94,7 @@ class Padder:
         for pad in self._spec.pads:
             if pad.check and jax.process_count() > 1 and self._scope().placer is not None:
                 what = "check= needs all rows in one process, and each process passes its part"
-                raise pad.error(what, hint="check the padding in a run of one process")
+                raise pad._error(what, hint="check the padding in a run of one process")
             size = self._size(pad, given)
             if size is None:
                 continue
@@ -129,7 +129,7 @@ class Padder:
             (a, first), (b, second), *_ = sizes.items()
             what = f"arrays that are padded together differ in size along axis {pad.axis}"
             hint = 'name the part to pad, as in sc.Pad("batch/tokens", axis=1)'
-            raise pad.error(what, got=f"{a} at {first}, {b} at {second}", hint=hint)
+            raise pad._error(what, got=f"{a} at {first}, {b} at {second}", hint=hint)
         return next(iter(sizes), None)
 
     def _replaced(self, pad: Pad, given: Arguments, change: Callable[..., Any]) -> Arguments:
@@ -171,7 +171,7 @@ class Padder:
             for axis, number in axes:
                 group = groups[number]
                 if leaves[at].shape[axis] != group.padded:
-                    raise group.pad.error(
+                    raise group.pad._error(
                         f"{self._spec.name} returns an array with a row for each padded row, "
                         "and it is unknown which rows other processes have added",
                         hint="return sums over the rows instead, or call the step with batches "
@@ -212,13 +212,13 @@ class Padder:
                 shapes = [np.shape(leaf) for leaf in leaves]
             if [len(each) for each in found] != [len(each) for each in shapes]:
                 what = "returns a different tree at another size: unknown which outputs to cut"
-                raise group.pad.error(f"{self._spec.name} {what}")
+                raise group.pad._error(f"{self._spec.name} {what}")
             for at, (shape, other) in enumerate(zip(shapes, found, strict=True)):
                 for axis, both in enumerate(zip(shape, other, strict=True)):
                     if both == sizes:
                         axes[at].append((axis, number))
                     elif both[0] != both[1]:
-                        raise group.pad.error(
+                        raise group.pad._error(
                             f"{self._spec.name} returns an array whose axis {axis} depends on the "
                             "padded one, but not row by row: it is unknown what to cut",
                             got=f"sizes {both}, where it has {sizes}",

@@ -71,7 +71,7 @@ def _place_mask(pad: Pad, call: Call, leaves: list[Leaf], placed: list[Placed | 
         return
     is_part = at.shape[axis] != leaf.shape[axis]  # The mask then covers the parts of all processes.
     if pad.count is not None and is_part:
-        raise pad.error(
+        raise pad._error(
             "count= needs the whole axis, and each process passes its part",
             hint="take mask= instead, whose sum is the number of all rows",
         )
