@@ -11,6 +11,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from jax.tree_util import treedef_is_leaf
@@ -20,6 +21,10 @@ from stepcache.resident.form import Form
 from stepcache.resident.passing import NOT_A_HIT
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import locked
+
+
+_AGAIN = SimpleNamespace(packed=Packed(None, ()))
+"""In the place of the master where variables come again: their argument is empty there."""
 
 
 def plan_of(
@@ -54,8 +59,8 @@ def plan_of(
     ids = [id(call.variables[n]) for n in numbers]
 
     def forget(_: Any) -> None:
-        ids.clear()
-        masters.clear()
+        for each in (ids, masters, fills, turns):
+            each.clear()
 
     keeps = engine, [weakref.ref(each, forget) for each in call.variables]
     over_buffers = engine.dispatcher.call
@@ -63,16 +68,16 @@ def plan_of(
     are_arguments = all(
         isinstance(place.key, int) and treedef_is_leaf(place.tree) for place in form.places
     )
-    fills: list[tuple[int, int, bool]] = []  # Where variables come again, their argument is empty.
-    turns: list[tuple[int, int, int, type]] = []  # If all that is carried comes back as variables.
+    fills: list[tuple[int, Any]] = []
+    turns: list[tuple[int, Any, int, type]] = []  # If all that is carried comes back as variables.
     if are_arguments:
         rows = enumerate(zip(keys, numbers, strict=True))
-        fills = [(key, n, firsts[n] == at) for at, (key, n) in rows]
+        fills = [(key, masters[n] if firsts[n] == at else _AGAIN) for at, (key, n) in rows]
         by_name = dict(zip((place.name for place in form.places), numbers, strict=True))
         back = [by_name[name] for name in carry if name in by_name]
         kinds = [type(next(iter(masters[n].arrays()), ())) for n in back]
         if len(back) == len(carry):
-            turns = [(at, n, firsts[n], kinds[at]) for at, n in enumerate(back)]
+            turns = [(at, masters[n], firsts[n], kinds[at]) for at, n in enumerate(back)]
 
     def put_back(found: Sequence[Any], out: Any, *, is_alone: bool | None = None) -> Any:
         def put(number: int, buffers: Any) -> Any:
@@ -95,12 +100,12 @@ def plan_of(
         out: Any = NOT_A_HIT
         with first, last if are_few else locked(found):
             try:
-                taken = [each.packed.buffers for each in masters]
                 if are_arguments:
                     passed, named = [*args], kwargs
-                    for key, n, is_first in fills:
-                        passed[key] = taken[n] if is_first else ()
+                    for key, master in fills:
+                        passed[key] = master.packed.buffers
                 else:
+                    taken = [each.packed.buffers for each in masters]
                     passed, named = form.over(args, kwargs, taken)
                 run = functools.partial(over_buffers, **named) if named else over_buffers
                 # A loop: no interrupt comes between what JAX returns and the name `out`, as after
@@ -115,11 +120,13 @@ def plan_of(
                         new = outputs[at]
                         if (type(new[0]) if type(new) is tuple and new else type(new)) is not kind:
                             return put_back(found, out)  # Another output, which is a tuple too.
-                    for at, n, _, _ in turns:
-                        masters[n].packed.buffers = outputs[at]
-                        masters[n].version += 1
+                    for at, master, _, _ in turns:
+                        master.packed.buffers = outputs[at]
+                        master.version += 1
+                    if is_alone:
+                        return found[0]
                     carries = [found[place] for _, _, place, _ in turns]
-                    return carries[0] if is_alone else type(out)([*carries, *out[len(carries) :]])
+                    return type(out)([*carries, *out[len(carries) :]])
             except (RuntimeError, ValueError) as error:
                 if out is not NOT_A_HIT:  # Outputs of another structure.
                     return put_back(found, out)
