@@ -22,7 +22,6 @@ from stepcache.resident.passing import NOT_A_HIT
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import locked
 
-
 _AGAIN = SimpleNamespace(packed=Packed(None, ()))
 """In the place of the master where variables come again: their argument is empty there."""
 
@@ -52,32 +51,33 @@ def plan_of(
     masters = [each._master for each in call.variables]
     in_order = sorted(call.variables, key=lambda each: each._number)
     first, last, are_few = in_order[0]._lock, in_order[-1]._lock, len(masters) <= 2
-    # The number of the variables at each of their places, and where each of them comes first.
-    numbers = [n for place in form.places for n in place.numbers if n is not None]
-    firsts = [numbers.index(n) for n in range(len(masters))]
-    # A plan keeps no variables alive, and no buffers of theirs.
-    ids = [id(call.variables[n]) for n in numbers]
-
-    def forget(_: Any) -> None:
-        for each in (ids, masters, fills, turns):
-            each.clear()
-
-    keeps = engine, [weakref.ref(each, forget) for each in call.variables]
     over_buffers = engine.dispatcher.call
-    keys: list[Any] = [place.key for place in form.places]
     are_arguments = all(
         isinstance(place.key, int) and treedef_is_leaf(place.tree) for place in form.places
     )
-    fills: list[tuple[int, Any]] = []
+    # Where variables are: the positions of arguments, or numbers among all that `form` finds.
+    numbers = [n for place in form.places for n in place.numbers if n is not None]
+    spots: list[Any] = list(range(len(numbers)))
+    if are_arguments:
+        spots = [place.key for place in form.places]
+    expected = [(at, masters[n]) for at, n in zip(spots, numbers, strict=True)]
+    firsts = [spots[numbers.index(n)] for n in range(len(masters))]
+    fills = [(at, master if at in firsts else _AGAIN) for at, master in expected]
     turns: list[tuple[int, Any, int, type]] = []  # If all that is carried comes back as variables.
     if are_arguments:
-        rows = enumerate(zip(keys, numbers, strict=True))
-        fills = [(key, masters[n] if firsts[n] == at else _AGAIN) for at, (key, n) in rows]
         by_name = dict(zip((place.name for place in form.places), numbers, strict=True))
         back = [by_name[name] for name in carry if name in by_name]
         kinds = [type(next(iter(masters[n].arrays()), ())) for n in back]
         if len(back) == len(carry):
             turns = [(at, masters[n], firsts[n], kinds[at]) for at, n in enumerate(back)]
+    # A plan keeps no variables alive, and no buffers of theirs. It serves while they live.
+    alive = [engine]
+
+    def forget(_: Any) -> None:
+        for each in (alive, masters, expected, fills, turns):
+            each.clear()
+
+    alive += [weakref.ref(each, forget) for each in call.variables]
 
     def put_back(found: Sequence[Any], out: Any, *, is_alone: bool | None = None) -> Any:
         def put(number: int, buffers: Any) -> Any:
@@ -89,21 +89,22 @@ def plan_of(
         return form.put_back(carry, out, put, is_alone=is_alone) if carried else out
 
     def plan(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != count or (kwargs.keys() != names if kwargs else names):
+        if not alive or len(args) != count or (kwargs.keys() != names if kwargs else names):
             return other(*args, **kwargs)
         try:
-            found = [args[key] for key in keys] if are_arguments else form.found(args, kwargs)
+            found = args if are_arguments else form.found(args, kwargs)
         except (ValueError, KeyError):  # Arguments of another structure.
             return other(*args, **kwargs)
-        if [*map(id, found)] != ids or not keeps:
-            return other(*args, **kwargs)
+        for at, master in expected:
+            if getattr(found[at], "_master", None) is not master:
+                return other(*args, **kwargs)
         out: Any = NOT_A_HIT
         with first, last if are_few else locked(found):
             try:
                 if are_arguments:
                     passed, named = [*args], kwargs
-                    for key, master in fills:
-                        passed[key] = master.packed.buffers
+                    for at, master in fills:
+                        passed[at] = master.packed.buffers
                 else:
                     taken = [each.packed.buffers for each in masters]
                     passed, named = form.over(args, kwargs, taken)
@@ -123,10 +124,8 @@ def plan_of(
                     for at, master, _, _ in turns:
                         master.packed.buffers = outputs[at]
                         master.version += 1
-                    if is_alone:
-                        return found[0]
-                    carries = [found[place] for _, _, place, _ in turns]
-                    return type(out)([*carries, *out[len(carries) :]])
+                    carries = [found[spot] for _, _, spot, _ in turns]
+                    return carries[0] if is_alone else type(out)([*carries, *out[len(carries) :]])
             except (RuntimeError, ValueError) as error:
                 if out is not NOT_A_HIT:  # Outputs of another structure.
                     return put_back(found, out)
