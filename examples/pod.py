@@ -75,9 +75,10 @@ def train(directory: Path, losses: dict[int, float]) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     with sc.Session(mesh):
         state = sc.Variables(fresh_state(), name="state")
-        first = 0
-        if saves.exists():  # The newest whole checkpoint, whatever number of processes saved it.
+        try:  # The newest whole checkpoint, whatever number of processes saved it.
             first = sc.restore(saves, state=state, step=0)["step"]
+        except FileNotFoundError:  # There is none yet.
+            first = 0
         for step in range(first, STEPS):
             if jax.process_index() == VICTIM and step == KILLED_AT:  # Of two, none is rank 2.
                 (directory / "killed").write_text(str(time.time()))

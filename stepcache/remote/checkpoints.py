@@ -143,4 +143,4 @@ def read_here(
         if (place := places[leaf.path]) is not None and isinstance(leaf.value, jax.Array):
             number, index = place
             arrays.setdefault(number, list(look_up(["v", number])))[index] = leaf.value
-    return arrays, (our_metadata(find(root, items)) or {}).get("variables", {})
+    return arrays, (our_metadata(find(root, items) or root) or {}).get("variables", {})

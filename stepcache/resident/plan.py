@@ -22,7 +22,7 @@ from stepcache.resident.passing import NOT_A_HIT
 from stepcache.variables.packing import Packed
 from stepcache.variables.variables import locked
 
-_AGAIN = SimpleNamespace(packed=Packed(None, ()))
+_AGAIN = SimpleNamespace(packed=SimpleNamespace(buffers=()))
 """In the place of the master where variables come again: their argument is empty there."""
 
 

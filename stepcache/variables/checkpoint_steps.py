@@ -25,6 +25,10 @@ _STEP = re.compile(r"step_(?P<number>\d{8,})(?P<replaced>\.replaced)?")
 _UNFINISHED = re.compile(r"step_\d{8,}\.(removed|orbax-checkpoint-tmp.*)")
 
 
+class NoCheckpointError(VariablesError, FileNotFoundError):
+    """There is no checkpoint to restore."""
+
+
 def our_metadata(path: Path) -> dict[str, Any] | None:
     """What we save beside the arrays of a checkpoint; None where we have not written it."""
     try:
@@ -65,6 +69,7 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
         what = "a save would write into another checkpoint"
         hint = "name another directory: each save makes one of its step below it"
         raise VariablesError(what, where=str(directory), got="a checkpoint", hint=hint)
+    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         _clean(directory)
@@ -81,6 +86,9 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
             yield target
         finally:
             _clean(directory)
+            with contextlib.suppress(OSError):
+                if is_new:
+                    directory.rmdir()  # If the first save has failed: nothing is in it.
         others = [path for path in steps_in(directory) if path != target]
         for path in [path for path in others if our_metadata(path) is not None][keep - 1 :]:
             _remove(path)
@@ -124,14 +132,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(removed)
 
 
-def find(path: Path, items: Collection[str]) -> Path:
-    """The checkpoint at `path`, or the newest of the steps below it.
+def find(path: Path, items: Collection[str]) -> Path | None:
+    """The checkpoint at `path`, or the newest of the steps below it; None if there is none.
 
     In those of orbax's `CheckpointManager`, which are named by their number alone, it is the tree
     that was saved without a name, or the directory with a tree for each of the `items`.
-
-    Raises:
-        VariablesError: there is none.
     """
     own = [step for step in steps_in(path) if our_metadata(step) is not None]
     numbers = sorted(filter(str.isdecimal, _names_in(path)), key=int, reverse=True)
@@ -141,7 +146,12 @@ def find(path: Path, items: Collection[str]) -> Path:
                 return tree
         if is_composite(step, items):
             return step
-    raise VariablesError(
+    return None
+
+
+def no_checkpoint(path: Path) -> NoCheckpointError:
+    """The error that there is no checkpoint at `path`."""
+    return NoCheckpointError(
         "there is no checkpoint to restore",
         where=str(path),
         expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",

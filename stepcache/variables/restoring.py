@@ -28,7 +28,7 @@ from stepcache.variables.checkpoint_items import (
     masters_to_restore,
     put_trees,
 )
-from stepcache.variables.checkpoint_steps import find, is_composite, our_metadata
+from stepcache.variables.checkpoint_steps import find, is_composite, no_checkpoint, our_metadata
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
@@ -55,7 +55,10 @@ def restore(
 ) -> dict[str, Any]:
     """Reads a checkpoint of `save`, or of orbax's `StandardCheckpointer` or `CheckpointManager`.
 
-        step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
+        try:
+            step = sc.restore("saves", params=params, moments=moments, step=0)["step"]
+        except FileNotFoundError:  # It is the first start, or the first save was interrupted.
+            step = 0
 
     Leaves are found by their paths, in whatever order they were saved. They get the shardings of
     the variables or templates, from whatever mesh they were saved. Variables change only after
@@ -80,8 +83,8 @@ def restore(
         The restored values by name; for `Variables` the same objects.
 
     Raises:
-        VariablesError: `directory` is a URL, there is no checkpoint or a damaged one, a leaf is
-            missing, new, or of another shape or dtype.
+        VariablesError: `directory` is a URL, the checkpoint is damaged, a leaf is missing, new, or
+            of another shape or dtype. If there is no checkpoint, it is a `FileNotFoundError`, too.
         RankLostError: a process of the pod was lost.
         ForkedProcessError: this process was forked after JAX had started.
     """
@@ -100,7 +103,9 @@ def read(root: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, 
     Returns what puts the values in place: it changes variables, and returns the restored values.
     """
     together = _together(root)
-    path = Path(together.first(lambda: find(root, items)))
+    if not (found := together.first(lambda: find(root, items) or "")):
+        raise no_checkpoint(root)  # In all processes.
+    path = Path(found)
 
     def read_here() -> list[Callable[[], dict[str, Any]]]:
         if is_composite(path, items):  # Of orbax's `CheckpointManager`: a tree for each name.

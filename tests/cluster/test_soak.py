@@ -45,9 +45,10 @@ except (sc.RankLostError, sc.AgreementError) as error:
     raise
 """
 RESTORING = """
+import contextlib
 with sc.Session(mesh):
     state = sc.Variables({"w": np.zeros((16, 8), np.float32), "n": np.int32(0)}, name="state")
-    if os.path.exists("saved"):
+    with contextlib.suppress(FileNotFoundError):  # The first save was interrupted, or never made.
         sc.restore("saved", value=state)
     value = state.value
     say("restored", float(value["w"].min()), float(value["w"].max()), int(value["n"]))

@@ -155,6 +155,18 @@ def test_what_needs_the_whole_in_one_process_is_refused(shared_pod, tmp_path):
         assert len(rank.said("refused")) == 1
 
 
+def test_all_processes_find_that_nothing_was_saved(shared_pod, tmp_path):
+    script = """
+    with sc.Session(mesh):
+        try:
+            sc.restore("saved", value=np.ones(8))
+        except FileNotFoundError as error:
+            say("starts", type(error).__name__)
+    """
+    for rank in succeeded(shared_pod(2).run(tmp_path, script)):
+        assert rank.said("starts") == ["NoCheckpointError"]
+
+
 TOGETHER = """
 from pathlib import Path
 import contextlib

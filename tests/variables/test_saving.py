@@ -638,6 +638,19 @@ def test_a_wrong_path_says_that_there_is_no_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_where_nothing_whole_was_saved_a_script_starts_from_the_beginning(tmp_path, monkeypatch):
+    saves = tmp_path / "saves"
+    (saves / "step_00000003.orbax-checkpoint-tmp").mkdir(parents=True)  # The first save was killed.
+    for path in (tmp_path / "nowhere", tmp_path, saves):
+        with pytest.raises(FileNotFoundError, match="no checkpoint to restore"):
+            sc.restore(path, w=np.zeros(3))
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", lambda *_, **__: 1 / 0)
+    for path in (tmp_path / "nowhere", saves):
+        with pytest.raises(sc.VariablesError, match="division by zero"):
+            sc.save(path, w=np.zeros(3))
+    assert list(tmp_path.iterdir()) == [saves] and not list(saves.iterdir())
+
+
 # ---- several steps -------------------------------------------------------------------------------
 
 
