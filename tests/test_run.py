@@ -338,15 +338,19 @@ def test_all_that_follows_the_script_is_its_own(directory):
 
 def test_ctrl_c_ends_the_program_as_without(directory):
     script = write(directory, "import jax, time; print(1, flush=True); time.sleep(600)")
-    command = [sys.executable, "-m", "stepcache", "run", script]
+    command = [sys.executable, "-X", "faulthandler", "-m", "stepcache", "run", script]
     process = subprocess.Popen(
         command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "1\n"
     time.sleep(1.0)  # A signal that comes just before the sleep begins would not end that.
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # It says where it is.
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors, errors
 
 
 def test_installed_twice_and_uninstalled(directory):
