@@ -54,7 +54,7 @@ SIZES = {
     "engine dispatcher": 600,
     "serving remote": 10_456,
     "programs": 3_031,
-    "calls": 2_200,
+    "calls": 2_197,
     "variables resident": 4_324,
     "pods programs.together": 1_300,
     "storage": 1_800,

@@ -80,9 +80,6 @@ def carried_leaves(spec: StepSpec, request: Request) -> list[int]:
     return [n for name in spec.parameters.carry for n, path in paths if path.argument == name]
 
 
-_DONATING = ("donate_argnums", "donate_argnames")
-
-
 def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> None:
     """Raises `DonationError` if a donated array is passed twice in a call.
 
@@ -90,8 +87,8 @@ def check_tied(spec: StepSpec, request: Request, run: jaxcompat.Runnable) -> Non
     """
     call = request.call
     arrays = [id(value) for value in call.leaves if isinstance(value, jax.Array)]
-    donates = any(spec.options.get(name) not in (None, (), []) for name in _DONATING)
-    if not donates or len(set(arrays)) == len(arrays):
+    roles = spec.parameters.roles
+    if not (roles.donate_argnums or roles.donate_argnames) or len(set(arrays)) == len(arrays):
         return
     found: dict[tuple[int, Any], list[int]] = {}
     for index, (value, leaf) in enumerate(zip(call.leaves, request.leaves, strict=True)):
