@@ -25,6 +25,7 @@ _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only w
 _LINE_LENGTH = 60
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
+_COMPILER = f"jax{os.sep}_src{os.sep}compiler.py"  # XLA compiles in threads of its own.
 # Calls in a user's own line that do not wait for a device.
 _OTHER_WAITS = re.compile(
     r"\b(accept|acquire|close|flush|fsync|get|input|join|poll|read|readline|recv|select|sleep|wait"
@@ -78,14 +79,16 @@ class Movement:
         if frame is None:
             return time.monotonic() - self._since
         seen, before = (id(frame), frame.f_lasti), self._cpu_seconds
-        self._cpu_seconds = _cpu_seconds(self.thread)
+        clock = getattr(time, "pthread_getcpuclockid", None)  # Not on macOS.
+        self._cpu_seconds = time.clock_gettime(clock(self.thread)) if clock else time.process_time()
         if seen == self._seen and self._cpu_seconds < before + _IDLE_SECONDS:
             return time.monotonic() - self._since
         self._seen, self._since = seen, time.monotonic()
         file = frame.f_code.co_filename
         line = linecache.getline(file, frame.f_lineno)  # Empty if it cannot be read.
         is_other = not (line and is_users_file(file)) or _OTHER_WAITS.search(line)
-        self.waits_for_device = file.startswith((_OWN, *_OF_JAX)) or not is_other
+        is_own = file.startswith((_OWN, *_OF_JAX)) and not file.endswith(_COMPILER)
+        self.waits_for_device = is_own or not is_other
         # The thread runs on: a frame that has returned meanwhile has no caller any more.
         while not is_users_file(frame.f_code.co_filename) and (back := frame.f_back) is not None:
             frame = back
@@ -93,12 +96,6 @@ class Movement:
         line = linecache.getline(code.co_filename, number).strip()[:_LINE_LENGTH]
         self.where = f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
         return 0.0
-
-
-def _cpu_seconds(thread: int) -> float:
-    if not hasattr(time, "pthread_getcpuclockid"):  # As on macOS.
-        return time.process_time()
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def stacks() -> str:

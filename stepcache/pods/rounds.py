@@ -69,14 +69,14 @@ class Peers:
             number = next(self._numbers)
             late_seconds = float("inf") if patient else self.agree_seconds
             current = Round(self, f"{self.name}/{number}", label, reason, late_seconds)
-            self.watch.agreeing_since, self.watch.neighbours = time.monotonic(), None
+            self.watch.in_round, self.watch.neighbours = True, None
             try:
                 yield current
             except coordination.Unreachable as error:
                 self.watch.note_unreachable(error)
                 self.watch.raise_if_lost()
             finally:
-                self.watch.agreeing_since = float("inf")
+                self.watch.in_round, self.watch.comparing = False, None
                 if current.all_came and self.rank == self.ranks[0]:  # All left the one before.
                     self.watch.service.delete(f"{self.name}/{number - 1}/")
 
@@ -124,7 +124,9 @@ class Round:
             service.put(f"{place}/result", _packed({"sides": _sides(by_rank)}))
         log, late = _LOG_SECONDS, self._late_seconds
         looks = sorted([log, late]) if turn == 1 else [late + _FIRST_SECONDS]
+        self._watch.comparing = time.monotonic(), f"{place}/from/"
         result = _unpacked(self._wait(f"{place}/result", looks))
+        self._watch.comparing = None
         if missing := result.get("late"):
             what = f"{readable_ranks(missing)} did not take part in the agreement on {self._label} "
             what += f"within {late:.0f} s{result['why']}"

@@ -42,11 +42,10 @@ TICK_SECONDS = 20.0
 _SOON_SECONDS = 2.0  # Between ticks when a rank has gone, for `_ALERT_SECONDS`.
 _ALERT_SECONDS = 60.0
 _STILL_SECONDS = 4.0  # A thread that has not moved for this long may wait for other processes.
-_SUSPECT_SECONDS = 5.0  # How long the rank that has gone may take to say so, or to be seen.
+_ANSWER_SECONDS = 5.0  # How long other ranks may take to say what they know, or to be seen.
 _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it raises a loss.
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
 _LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a loss.
-_ANSWER_SECONDS = 5.0
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
 _OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
@@ -79,7 +78,8 @@ class Watch:
         self._numbers: dict[str, int] = {}  # Of the latest session that was entered, by mesh.
         # Number and end of the sessions that were left, by mesh, and of the script.
         self._unsaid: dict[str, tuple[int, str]] = {}
-        self.agreeing_since = float("inf")  # Of an agreement round, if one is going on.
+        self.in_round = False
+        self.comparing: tuple[float, str] | None = None  # Since when, and where all write.
         self.neighbours: dict[int, Process] | None = None  # Those of this machine, by rank.
         self._alert_until = 0.0
         boot = Path("/proc/sys/kernel/random/boot_id")  # Two machines may share a name.
@@ -141,13 +141,13 @@ class Watch:
             if not (of_jax and _OF_TRANSPORT.search(str(error))):
                 return
             self._append("suspect")
-            deadline = time.monotonic() + _SUSPECT_SECONDS
+            deadline = time.monotonic() + _ANSWER_SECONDS
             while not self.lost.wait(0.2) and time.monotonic() < deadline:
                 with contextlib.suppress(Unreachable):  # Which the watching thread notices.
                     self.look_for_ended()  # A killed process takes a while to end.
             if not self.lost.is_set():  # Nobody says so, or can see it.
                 self._append("lost", ranks=[], text=f"a collective failed: {first_line(error)}")
-            self.lost.wait(_SUSPECT_SECONDS)
+            self.lost.wait(_ANSWER_SECONDS)
         self.raise_if_lost(error)
 
     def look_for_ended(self) -> bool:
@@ -216,8 +216,7 @@ class Watch:
     def _watch(self) -> None:
         while not (self._closed or self.lost.is_set()):
             try:
-                is_alert = time.monotonic() < self._alert_until
-                pause = _SOON_SECONDS if is_alert else TICK_SECONDS
+                pause = _SOON_SECONDS if time.monotonic() < self._alert_until else TICK_SECONDS
                 # The lowest rank is the first, and wakes the others.
                 event = self.service.get(f"{_EVENTS}/{self._next}", pause + min(self.rank, 50) / 4)
                 if event is None:
@@ -256,26 +255,29 @@ class Watch:
     def _look(self) -> None:
         """Looks whether the thread of the session waits for a rank that has gone, or hangs."""
         still = self._movement.look()
-        agreeing = max(time.monotonic() - self.agreeing_since, 0.0)
+        since, entries = self.comparing or (float("inf"), "")
+        agreeing = max(time.monotonic() - since, 0.0)
         self._say_out()
         if not self._entered:
             return
         mesh, ranks, hang_seconds = self._entered[-1]
         if still < 0.5 and not agreeing:
             self._reported_hang = False
-        waits_for_device = still > _STILL_SECONDS and self._movement.waits_for_device
-        if waits_for_device or agreeing > _STILL_SECONDS:
+        waits = still > _STILL_SECONDS and self._movement.waits_for_device and not self.in_round
+        if waits or agreeing > _STILL_SECONDS:
             self.look_for_ended()
             if time.monotonic() < self._alert_until:
-                gone: dict[int, str] = {}
-                computing = pending_ranks()  # Of one rank alone may take long: nobody is to come.
+                left: dict[int, str] = {}
                 for rank, said in self._said_by_ranks().items():
                     number, how = said.get(_SCRIPT) or said.get(mesh, (0, ""))
-                    has_left = rank in ranks and number >= self._numbers[mesh]
-                    if has_left and (agreeing or rank in computing or not computing):
-                        gone[rank] = how
+                    if rank in ranks and number >= self._numbers[mesh]:
+                        left[rank] = how
+                if agreeing:  # Who has left had written before all that it compares.
+                    gone = left.keys() - {int(rank) for rank in self.service.listed(entries)}
+                else:  # What one rank alone computes may take long: nobody is to come.
+                    gone = left.keys() & (pending_ranks() or left)
                 if gone:
-                    why = "; ".join(dict.fromkeys(gone.values()))
+                    why = "; ".join(dict.fromkeys(left[rank] for rank in sorted(gone)))
                     text = f"{why}, while rank {self.rank} waits at {self._movement.where}"
                     return self._append("lost", ranks=sorted(gone), text=text)
         if max(still, agreeing) > hang_seconds and not self._reported_hang:

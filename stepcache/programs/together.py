@@ -227,11 +227,11 @@ def building(
         together = Together(round, request, described, cache)
         try:
             yield together
-        except Exception as error:  # The others wait for this process.
-            if not together.has_agreed:
-                together.agree(None, "", first_line(error))
-            elif together.receivers:
+        except BaseException as error:  # The others wait for this process.
+            if together.receivers:
                 round.send("program", ("failed", first_line(error)), together.receivers)
+            elif not together.has_agreed and isinstance(error, Exception):
+                together.agree(None, "", first_line(error))
             raise
 
 

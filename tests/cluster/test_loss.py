@@ -345,6 +345,35 @@ def test_one_that_has_ended_is_not_waited_for_to_agree(together):
         assert rank.said("lost") == ["(1,) True"] and rank.seconds < 30, rank.output
 
 
+FIRST_TO_LEAVE = """
+from stepcache.events import StageStarted
+from stepcache.programs.together import Together
+def compiling(event):
+    if isinstance(event, StageStarted) and event.stage == "compile":
+        time.sleep(6)
+if RANK == 0:
+    sc.recorder.subscribe(compiling)
+take = Together.take
+def take_slowly(*args):
+    taken = take(*args)
+    time.sleep(6)
+    return taken
+Together.take = take_slowly if RANK else take
+total = sc.step(lambda batch: batch.sum(), batch="batch")
+with sc.Session(mesh):
+    total.warm(np.ones(2, np.float32))
+say("left", time.time())
+time.sleep(10 if RANK == 0 else 0)
+"""
+
+
+def test_one_that_has_done_its_part_of_a_round_may_leave_it_first(together):
+    """Rank 0 compiles for long, gives the program, and leaves; rank 1 is still taking it."""
+    first, second = succeeded(together("first to leave"))
+    assert float(second.said("left")[0]) > float(first.said("left")[0]) + 5
+    assert "is lost" not in first.output + second.output
+
+
 WORK_ALONE = """
 @sc.step(carry="state", batch="batch")
 def train(state, batch):
@@ -575,6 +604,7 @@ TOGETHER = {
     **{case: functools.partial(losing, point=case[0], victim=case[1]) for case in CASES},
     **{case: functools.partial(saving, point=case[0], victim=case[1]) for case in SAVED},
     "a mistake": lambda place: run_pod(place, MISTAKE),
+    "first to leave": lambda place: run_pod(place, FIRST_TO_LEAVE),
     "work alone": lambda place: run_pod(place, WORK_ALONE),
     "hang": lambda place: run_pod(place, HANGING, 3),
     **{

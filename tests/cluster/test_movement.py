@@ -5,6 +5,9 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+
 from stepcache.pods.hang import Movement, stacks
 
 
@@ -50,6 +53,34 @@ def test_code_without_a_file_is_the_users_and_waits_for_no_device():
     assert not movement.waits_for_device
     held.release()
     thread.join()
+
+
+def test_a_thread_that_compiles_waits_for_no_device():
+    """XLA compiles in threads of its own, for seconds or minutes, while the calling one waits."""
+
+    def model(x):
+        for _ in range(100):
+            x = jnp.sin(x @ x)
+        return x
+
+    def work():
+        jax.jit(model).lower(jnp.ones((8, 8))).compile()
+        compiled.set()
+        over.wait()
+
+    compiled, over, thread = threading.Event(), threading.Event(), threading.Thread(target=work)
+    thread.start()
+    assert thread.ident is not None
+    movement, compiles = Movement(thread.ident), []
+    while not compiled.is_set():
+        before = sys._current_frames()[thread.ident]
+        movement.look()
+        is_same = sys._current_frames()[thread.ident] is before
+        if is_same and before.f_code.co_name == "backend_compile_and_load":
+            compiles.append(movement.waits_for_device)
+    over.set()
+    thread.join()
+    assert compiles and not any(compiles)
 
 
 def test_a_thread_that_waits_does_not_move_and_one_that_computes_does():
