@@ -125,13 +125,9 @@ def begin_program(given: str) -> None:
     if "max_memory" in options:
         DEFAULT_SCOPE.cache.bound_memory(options["max_memory"])
     if "explain" in options:
-        recorder.subscribe(_print_miss, Built | Loaded)
+        recorder.subscribe(lambda event: _print(f"stepcache: {event.miss}"), Built | Loaded)
     if options["pid"] == os.getpid():
         _process_hooks.at_exit(_conclude, "quiet" in options, options.get("report"))
-
-
-def _print_miss(event: Built | Loaded) -> None:
-    print(f"stepcache: {event.miss}", file=sys.stderr)
 
 
 def _conclude(is_quiet: bool, report: str | None) -> None:

@@ -25,10 +25,13 @@ def is_asked() -> bool:
 
     Asked before anything is imported: JAX takes long, and reads its settings when it is.
     """
-    command, given = sys.argv[0].rpartition(os.sep)[2] if sys.argv else "", sys.orig_argv
-    if command == "-m":  # As long as Python looks for the module.
-        command = given[given.index("-m") + 1] if "-m" in given else ""
-    return command == "stepcache" and sys.argv[1:2] == ["run"] and OPTIONS not in os.environ
+    name = "".join(_given()[-1:]).rpartition(os.sep)[2]
+    return name == "stepcache" and sys.argv[1:2] == ["run"] and OPTIONS not in os.environ
+
+
+def _given() -> list[str]:
+    """Returns what Python was given before our arguments: its flags, `-m` or none, and our name."""
+    return sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
 
 
 def _size(text: str) -> int:
@@ -87,7 +90,10 @@ def main(arguments: list[str]) -> NoReturn:
     for name in [name for name in options if name.startswith("STEPCACHE_")]:
         if value := options.pop(name):
             environment[name] = value
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([_SITE, *([path] if path else [])])
+    paths = _SITE, environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment[OPTIONS] = repr(options | {"pid": os.getpid()})
-    os.execve(sys.executable, [sys.executable, *command], environment)
+    flags = _given()[: -2 if _given()[-2:-1] == ["-m"] else -1]  # As in `python -u -m stepcache …`.
+    if sys.flags.no_site or sys.flags.ignore_environment:
+        flags = []  # With such, the program would not find us.
+    os.execve(sys.executable, [sys.executable, *flags, *command], environment)

@@ -336,6 +336,14 @@ def test_all_that_follows_the_script_is_its_own(directory):
     assert run(directory, "--quiet", "--", script, "--", "1").stdout == "['--', '1']\n"
 
 
+def test_flags_of_python_are_those_of_the_program(directory):
+    script = write(directory, "import sys; print(sys.flags.optimize, sys._xoptions, sys.argv[1:])")
+    done = run(
+        directory, "-O", "-X", "faulthandler", "-m", "stepcache", "run", script, "-m", plain=True
+    )
+    assert done.stdout == "1 {'faulthandler': True} ['-m']\n", done.stderr
+
+
 def test_ctrl_c_ends_the_program_as_without(directory):
     script = write(directory, "import jax, time; print(1, flush=True); time.sleep(600)")
     command = [sys.executable, "-X", "faulthandler", "-m", "stepcache", "run", script]
