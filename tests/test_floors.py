@@ -53,7 +53,7 @@ SIZES = {
     "report": 2_254,
     "engine dispatcher": 600,
     "serving remote": 10_456,
-    "programs": 3_031,
+    "programs": 3_020,
     "calls": 2_197,
     "variables resident": 4_324,
     "pods programs.together": 1_300,

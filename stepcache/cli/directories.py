@@ -15,7 +15,7 @@ import click
 
 import stepcache.cli.render as render
 from stepcache.errors import CacheDirectoryError, OptionError, StepCacheError, refuse_url
-from stepcache.programs.opening import place_in_environment
+from stepcache.programs import opening
 from stepcache.storage.private_files import default_directory
 from stepcache.storage.shared_place import Place
 from stepcache.units import BYTES, SECONDS, quantity
@@ -124,7 +124,7 @@ def place_of(url: str) -> Place:
 
     Raises `OptionError` or `CacheDirectoryError` if the shared cache cannot be used.
     """
-    place = Place.of(url, "--remote") if url else place_in_environment()
+    place = Place.of(url, "--remote") if url else opening.place_of()
     if place is None:
         what = "There is no shared cache: set STEPCACHE_REMOTE, or name one with --remote URL."
         raise click.UsageError(what)

@@ -77,7 +77,7 @@ def open_for(
         if remote is FROM_ENVIRONMENT:
             remote = None
             try:
-                remote = place_in_environment()
+                remote = place_of()
             except (OptionError, CacheDirectoryError) as error:
                 warn(f"No shared cache is used: {error}", StepCacheWarning)
         store = open_store(path, max_bytes, min_build_seconds, remote)
@@ -109,7 +109,7 @@ def look_ahead() -> None:
 
         def open_it() -> None:
             try:
-                store = open_store(path, DEFAULT_DISK_BYTES, 0.0, place_in_environment())
+                store = open_store(path, DEFAULT_DISK_BYTES, 0.0, place_of())
                 store.begin()
                 opened.set_result(store)
             except BaseException:
@@ -118,17 +118,13 @@ def look_ahead() -> None:
         threading.Thread(target=open_it, name="stepcache preload", daemon=True).start()
 
 
-def place_in_environment() -> Place | None:
-    """The shared cache that `STEPCACHE_REMOTE` names; None for none. Raises as `place_of`."""
-    return place_of(os.environ.get(REMOTE, ""), REMOTE)
-
-
-def place_of(url: str, where: str) -> Place | None:
-    """The shared cache at a URL; None for none, as with "off". `where` is what names it.
+def place_of(url: str | None = None, where: str = REMOTE) -> Place | None:
+    """The shared cache at a URL, by default at that in the environment; None for none, or "off".
 
     Raises:
-        OptionError, CacheDirectoryError: it cannot be used.
+        OptionError, CacheDirectoryError: it cannot be used; `where` is what names it.
     """
+    url = os.environ.get(REMOTE, "") if url is None else url
     if not url or url.lower() == "off":
         return None
     from stepcache.storage.shared_place import Place

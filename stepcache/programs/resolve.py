@@ -24,13 +24,7 @@ from stepcache.calls.layers import place_of, step_label
 from stepcache.calls.nnx_modules import checking_modules, warn_of_carried_module
 from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.errors import OptionError, RecompileError, RecompileWarning, warn
-from stepcache.events import (
-    BuildFailed,
-    Built,
-    Loaded,
-    Miss,
-    recorder,
-)
+from stepcache.events import BuildFailed, Built, Loaded, Miss, recorder
 from stepcache.programs.build import Program, Stopwatch, build, is_large
 from stepcache.programs.captured_numbers import advice_on_remaking
 from stepcache.programs.earlier_runs import compared_with_earlier_run, describe, file_of
@@ -123,8 +117,7 @@ class Resolver:
             call_seconds = time.perf_counter() - started
             own_seconds = call_seconds - sum(stopwatch.seconds.values())
             program, settled = self._settled(request, program)
-            is_first = miss.number == 1
-            remade = advice_on_remaking(place, self._spec.source) if place and is_first else ""
+            remade = place and miss.number == 1 and advice_on_remaking(place, self._spec.source)
             is_compiled, remote_bytes = program.source == "compiled", None
             if store is not None and store.remote is not None and not is_compiled:
                 remote_bytes = store.remote.received.pop(program.digest, None)

@@ -24,14 +24,7 @@ from stepcache.units import readable_bytes
 from stepcache.variables.describing import Placing, check_not_tracing, describe, joined
 from stepcache.variables.masters import Reader
 from stepcache.variables.packing import Slot, layout_of
-from stepcache.variables.policy import (
-    OnHost,
-    Placement,
-    Read,
-    Replicated,
-    Write,
-    check_kinds,
-)
+from stepcache.variables.policy import OnHost, Placement, Read, Replicated, Write, check_kinds
 from stepcache.variables.variables import Variables
 
 CACHE_ROWS = 65_536
