@@ -27,8 +27,8 @@ from stepcache.storage.disk_store import DiskStore
 from stepcache.storage.entry import EntryInfo
 from stepcache.weak_objects import WeakObjects
 
-# XLA loads without Python's lock. For small steps a second thread costs more than it saves.
-_LOADERS, _BYTES_A_LOADER = 2, 4 << 20
+# XLA loads without Python's lock. For many small steps a second thread costs more than it saves.
+_LOADERS, _SMALL_BYTES = 2, 1 << 20
 _PRELOADED_AT_MOST, _PRELOADED_BYTES = 512, 1 << 30
 _ROWS_A_STEP, _ROWS = 256, 2048
 _POLL_SECONDS, _LONGEST_WAIT_SECONDS, _FETCH_SECONDS = 0.01, 120.0, 2.0
@@ -137,10 +137,9 @@ class Predictions:
 
     def of_last_run(self) -> list[Prediction]:
         """Of each step, what the last run that used it has used, in the order of use."""
-        latest = (
-            [row for row in rows if row.run == rows[0].run] for rows in self._known_rows().values()
-        )
-        return sorted((row for rows in latest for row in rows), key=lambda row: row.time)
+        known = self._known_rows().values()
+        latest = (row for rows in known for row in rows if row.run == rows[0].run)
+        return sorted(latest, key=lambda row: row.time)
 
     def find(self, label: str, signature: str) -> Prediction | None:
         """The program that the latest run used last for a call; None if none is known."""
@@ -257,7 +256,8 @@ class Preloader:
                 if key not in self._taken and key not in self.loads:
                     self.loads[key] = row, (load := Future())
                     waiting.append((row, data, load))
-        for _ in range(min(_LOADERS, 1 + size_bytes // _BYTES_A_LOADER) if waiting else 0):
+        are_small = size_bytes < _SMALL_BYTES * len(executables)
+        for _ in range(min(len(waiting), 1 if are_small else _LOADERS)):
             with contextlib.suppress(RuntimeError):  # No other thread can be started.
                 self._executor.submit(self._load, waiting, executables[0][0].program)
 
