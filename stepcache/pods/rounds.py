@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 20
 """Of what is sent: the service has a copy of the chunk for each process that waits for it."""
 _MAX_LINES = 12  # Of an error.
 _LOG_SECONDS = 5.0
-_LOOK_SECONDS = 0.2  # Between looks for losses, while waiting.
+_LOOK_SECONDS = 1.0  # Between looks for losses, while waiting; they read from the service.
 _GET_SECONDS = 1e6  # Days; a process that waits looks by itself for losses.
 _FIRST_SECONDS = 1.0  # The process that arrived first gives up before the others do.
 

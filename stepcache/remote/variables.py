@@ -18,7 +18,7 @@ from stepcache.remote.messages import Kind, Values, packed
 from stepcache.variables.describing import Parameters, Placing, describe, named_leaves
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
-from stepcache.variables.plan import SERVER_LINK, Extent, Transfer, links
+from stepcache.variables.plan import SERVER_LINK, Transfer, links
 from stepcache.variables.transfer import Meter
 
 
@@ -161,8 +161,7 @@ class RemoteMaster(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         there = ("tasks", "tasks", "none", "the master copy is there", reader.arguments)
-        extent = Extent(self._connection.about.get("devices", 1))
-        return (Transfer(variable, self.version, *there, extent=extent),)
+        return (Transfer(variable, self.version, *there),)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         size = links(0, 0, self.layout.size_bytes)

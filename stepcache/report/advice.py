@@ -19,6 +19,7 @@ from stepcache.events import Moved, recorder
 from stepcache.resident.call import ResidentCall
 from stepcache.sharding import current_reader
 from stepcache.units import counted, readable_bytes, readable_seconds, shown_as_printed
+from stepcache.variables.packing import bytes_per_device
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, SERVER_LINK
 from stepcache.variables.policy import OnHost, Placement, Read, Write, on_host
 from stepcache.variables.transfer import Meter
@@ -344,10 +345,9 @@ def _choice(variables: Variables, policy: tuple[Placement, Read, Write], calls: 
     placement, read, write = policy
     late = f"up to {counted(read.max_staleness, 'step')} late" if read.max_staleness else ""
     summed = f"updates up to {counted(write.every - 1, 'step')} late" if write.every > 1 else ""
-    extent = calls._subject.variables._master.extent
-    is_kept = read.cache is not None or not (
-        isinstance(placement, OnHost) or variables._master.applies_updates
-    )
+    held_bytes = bytes_per_device(calls._subject.variables._master.on_devices())
+    is_elsewhere = isinstance(placement, OnHost) or variables._master.applies_updates
+    is_kept = read.cache is not None or not is_elsewhere
     return Choice(
         variables.name,
         placement,
@@ -355,7 +355,7 @@ def _choice(variables: Variables, policy: tuple[Placement, Read, Write], calls: 
         write,
         statistics.median(calls.seconds),
         {link: size / calls.count for link, size in calls.moved.items() if size},
-        extent.held_bytes // extent.devices if is_kept else 0,
+        max(held_bytes.values(), default=0) if is_kept else 0,
         ", ".join(filter(None, (late, summed))),
         is_current=policy == (variables.placement, variables.read, variables.write),
     )

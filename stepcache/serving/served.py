@@ -17,16 +17,8 @@ from stepcache.serving.read_ahead import Arrival
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.masters import Master, Reader, Source
-from stepcache.variables.packing import Layout, Packed
-from stepcache.variables.plan import (
-    HOST_LINK,
-    SERVER_LINK,
-    Extent,
-    Links,
-    Transfer,
-    extent_of,
-    links,
-)
+from stepcache.variables.packing import Layout, Packed, shards_bytes
+from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Links, Transfer, links
 from stepcache.variables.policy import Read
 from stepcache.variables.transfer import Meter
 
@@ -150,7 +142,7 @@ class Served(Master):
         copy, why = self._serving(reader)
         if copy is not None:
             way = ("server", "devices", "none", why, reader.arguments)
-            planned = (Transfer(variable, copy.version, *way, extent=self.extent),)
+            planned = (Transfer(variable, copy.version, *way),)
         else:
             planned = (self._plan_read(variable, why, reader, self._read_links),)
         if self._ahead_links:
@@ -160,23 +152,21 @@ class Served(Master):
 
     def _plan_read(self, variable: str, why: str, reader: Reader, moved: Links) -> Transfer:
         way = ("server", "devices", "copy", why, reader.arguments, moved)
-        return Transfer(variable, self.version, *way, extent=self.extent)
+        return Transfer(variable, self.version, *way)
 
     @functools.cached_property
     def _read_links(self) -> Links:
         """The bytes of a read over each link: to the devices, and sent by the host."""
-        return links(self.extent.held_bytes, 0, self.layout.size_bytes)
+        return links(sum(map(shards_bytes, self.on_devices())), 0, self.layout.size_bytes)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "server", "scatter", "the new value is assigned", reader.arguments)
         moved = links(self.layout.size_bytes, 0, self.layout.size_bytes)
-        return (Transfer(variable, self.version + 1, *way, moved, extent=self.extent),)
+        return (Transfer(variable, self.version + 1, *way, moved),)
 
-    @functools.cached_property
-    def extent(self) -> Extent:
+    def on_devices(self) -> Sequence[Any]:
         here = SingleDeviceSharding(jaxcompat.default_device())
-        buffers = self.layout.buffers
-        return extent_of(each._replace(sharding=each.sharding or here) for each in buffers)
+        return [at._replace(sharding=at.sharding or here) for at in self.layout.buffers]
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         fetched, self._fetched = self._fetched, None

@@ -6,7 +6,6 @@ and `leaves`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ from stepcache.variables.packing import (
     is_key_type,
     layout_of,
 )
-from stepcache.variables.plan import DEVICE_LINK, HOST_LINK, Extent, Transfer, extent_of, links
+from stepcache.variables.plan import Transfer, links
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
@@ -68,7 +67,6 @@ class Master:
     applies_updates = False
     source: Source | None = None  # Of several masters that are read in one go.
     owner: Any = None  # A weak reference to the variables, of masters that need them.
-    extent: Any  # Of the value on the devices of this process: an `Extent`.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -125,6 +123,10 @@ class Master:
         """The arrays of this process that hold the value."""
         return self.packed.buffers
 
+    def on_devices(self) -> Sequence[Any]:
+        """Arrays, or `Buffer`s, as a program that does not read host memory takes the value."""
+        return self.arrays()
+
     def write(self, packed: Packed) -> None:
         """Makes this the value, and raises the version."""
         _old, self.packed = self.packed, packed  # To free it may let another thread look.
@@ -168,11 +170,7 @@ class OnDevices(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         there = ("devices", "devices", "none", "the master copy is there", reader.arguments)
-        return (Transfer(variable, self.version, *there, extent=self.extent),)
-
-    @functools.cached_property
-    def extent(self) -> Extent:
-        return extent_of(self.arrays())
+        return (Transfer(variable, self.version, *there),)
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         return self.packed
@@ -210,27 +208,25 @@ class InHostMemory(Master):
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         copy, why = self._serving(reader)
-        devices = self.extent.devices
+        devices = max((len(home.device_set) for home in self.host_layout.homes), default=1)
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
         way, readers = ("host", "devices", "gather"), reader.arguments
         moved = links(*self.host_layout.bytes)
         if copy is None:
-            return (Transfer(variable, self.version, *way, chosen, readers, moved, self.extent),)
+            return (Transfer(variable, self.version, *way, chosen, readers, moved),)
         there = ("host", "devices", "none", why, readers)
-        planned = (Transfer(variable, copy.version, *there, extent=self.extent),)
+        planned = (Transfer(variable, copy.version, *there),)
         if self._copies.is_last_use(copy, self.version):
             why = f"{chosen}, in the background for the next step"
-            planned += (Transfer(variable, self.version, *way, why, readers, moved, self.extent),)
+            planned += (Transfer(variable, self.version, *way, why, readers, moved),)
         return planned
 
     def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
         return self._copies.serving(reader.session, self.version, carried=reader.carried)
 
-    @functools.cached_property
-    def extent(self) -> Extent:
-        pairs = zip(self.host_layout.on_host, self.host_layout.on_device, strict=True)
-        return extent_of(device for host, device in pairs if host is not None)
+    def on_devices(self) -> Sequence[Any]:
+        return self.host_layout.on_device
 
     def shapes(self, *, in_program: bool) -> Packed:
         if not (in_program and self._crosses_in_program):
@@ -248,8 +244,7 @@ class InHostMemory(Master):
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
             self._copies.fetches += 1
-            meter[HOST_LINK] += self.host_layout.bytes_here[0]
-            meter[DEVICE_LINK] += self.host_layout.bytes_here[1]
+            meter.read(self.host_layout)
             return Packed(self.host_layout, self.packed.buffers)
         copy, _ = self._serving(reader)
         self._is_read_ahead = copy is not None and self._copies.is_last_use(copy, self.version)
@@ -272,7 +267,7 @@ class InHostMemory(Master):
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
         moved = links(self.host_layout.bytes[0])
-        return (Transfer(variable, self.version + 1, *way, moved, extent=self.extent),)
+        return (Transfer(variable, self.version + 1, *way, moved),)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         if packed.layout is self.host_layout:

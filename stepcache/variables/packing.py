@@ -63,10 +63,6 @@ class Buffer(NamedTuple):
     def size(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Layout:
@@ -131,7 +127,7 @@ def layout_of(tree: Any, leaves: tuple[Slot, ...], packed_below_bytes: int = 0) 
             offset = 0
             for index in members:
                 places[index] = (len(buffers), offset)
-                offset += math.prod(leaves[index].shape)
+                offset += leaves[index].size
             buffers.append(Buffer((offset,), dtype, sharding))
     slots = []
     for index, leaf in enumerate(leaves):
@@ -154,7 +150,7 @@ def _can_be_packed(leaf: Slot, packed_below_bytes: int) -> bool:
     return (
         not leaf.weak_type
         and not is_key_type(leaf.dtype)
-        and leaf.dtype.itemsize * math.prod(leaf.shape) < packed_below_bytes
+        and leaf.size_bytes < packed_below_bytes
         and np.dtype(leaf.dtype).name not in _NARROW
         and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
     )

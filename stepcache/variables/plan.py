@@ -8,12 +8,10 @@ TensorFlow*, Goldsborough 2016, Fig. 5c).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from stepcache.errors import TransferBudgetError
-from stepcache.variables.packing import shards_bytes
 
 HOST_LINK, DEVICE_LINK, SERVER_LINK = "host ↔ device", "device ↔ device", "server ↔ process"
 
@@ -24,25 +22,6 @@ Links = tuple[tuple[str, int], ...]
 def links(host_bytes: int, device_bytes: int = 0, server_bytes: int = 0) -> Links:
     crossed = ((SERVER_LINK, server_bytes), (HOST_LINK, host_bytes), (DEVICE_LINK, device_bytes))
     return tuple((link, size) for link, size in crossed if size)
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The size of a value that a step takes."""
-
-    size_bytes: int = 0  # Counted once.
-    held_bytes: int = 0  # Of all replicas and shards.
-    devices: int = 1  # That get one.
-
-
-def extent_of(buffers: Iterable[Any]) -> Extent:
-    """The extent of a value, from `Buffer` records with shardings, or arrays."""
-    buffers = tuple(buffers)
-    return Extent(
-        sum(buffer.size * buffer.dtype.itemsize for buffer in buffers),
-        sum(map(shards_bytes, buffers)),
-        max((len(buffer.sharding.device_set) for buffer in buffers), default=1),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +36,6 @@ class Transfer:
         why: why so, or why nothing moves.
         readers: the arguments that it is for; several share one transfer.
         link_bytes: bytes that cross each link.
-        extent: of the value on the devices, whether it moves or not.
     """
 
     variable: str
@@ -68,7 +46,6 @@ class Transfer:
     why: str
     readers: tuple[str, ...] = ()
     link_bytes: Links = ()
-    extent: Extent = Extent()
 
     @property
     def bytes(self) -> int:

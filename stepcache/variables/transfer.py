@@ -27,6 +27,11 @@ class Meter(dict[str, int]):
     def __missing__(self, link: str) -> int:
         return 0
 
+    def read(self, layout: HostLayout) -> None:
+        """Counts a read of a whole value from the host."""
+        self[HOST_LINK] += layout.bytes_here[0]
+        self[DEVICE_LINK] += layout.bytes_here[1]
+
     def emit(self, mover: str) -> None:
         """Records what a step, or variables, have moved, if anything."""
         if crossed := tuple((link, size) for link, size in self.items() if size):
@@ -100,28 +105,24 @@ def read(packed: Packed, layout: HostLayout, meter: Meter, *, ahead: bool = Fals
     Each device copies its share, and all gather: the value crosses the host's link once.
     """
     targets = (layout.read_ahead if ahead else layout.read)(list(packed.buffers))
-    buffers = []
-    for host, source, target in zip(layout.on_host, packed.buffers, targets, strict=True):
-        # What stays on the devices is copied: the step may donate what it takes.
-        buffers.append(copy(source) if target is source else target)
-        if host is not None:
-            meter[HOST_LINK] += bytes_here(source)
-            meter[DEVICE_LINK] += bytes_here(target) - bytes_here(source)
-    return free(Packed(packed.layout, tuple(buffers)))
+    meter.read(layout)
+    # What stays on the devices is copied: the step may donate what it takes.
+    pairs = zip(packed.buffers, targets, strict=True)
+    return free(Packed(packed.layout, tuple(copy(x) if x is y else y for x, y in pairs)))
 
 
 def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """Copies a value from the devices to host memory: every shard, once."""
-    # A step without a mesh may return buffers on other devices than it took them from.
-    at_home = [
-        value
-        if value.sharding.device_set == device.sharding.device_set  # type: ignore[union-attr]
-        else jax.device_put(value, device.sharding)
-        for value, device in zip(packed.buffers, layout.on_device, strict=True)
-    ]
-    buffers = tuple(layout.write(at_home))
+    places = [device.sharding for device in layout.on_device]
+    buffers = tuple(layout.write(_brought(packed.buffers, places)))
     meter[HOST_LINK] += layout.bytes_here[0]
     return Packed(packed.layout, buffers)
+
+
+def _brought(buffers: Sequence[Any], places: Sequence[Any]) -> list[Any]:
+    """Buffers on the devices of their places: a step without a mesh may return them on another."""
+    is_there = not buffers or buffers[0].sharding.device_set == places[0].device_set
+    return list(buffers) if is_there else jax.device_put(list(buffers), list(places))
 
 
 def free(packed: Packed) -> Packed:
@@ -135,11 +136,8 @@ def free(packed: Packed) -> Packed:
 
 def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
     """What a program wrote to host memory, counted; moved where that is another device's."""
-    homes = layout.homes
-    if homes and packed.buffers[0].sharding.device_set != homes[0].device_set:
-        packed = Packed(packed.layout, tuple(jax.device_put(list(packed.buffers), homes)))
     meter[HOST_LINK] += layout.bytes_here[0]
-    return packed
+    return Packed(packed.layout, tuple(_brought(packed.buffers, layout.homes)))
 
 
 def pack_on_hosts(
