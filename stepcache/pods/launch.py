@@ -90,7 +90,7 @@ def launch(
             send(signal.SIGKILL)
             for thread in copying:
                 thread.join(2.0)
-    code = code or next(filter(None, [process.wait() for process in processes]), 0)
+    code = next(filter(None, [code, *(process.wait() for process in processes)]), 0)
     return code if code >= 0 else 128 - code
 
 
