@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ if PRIVATE_API:
     from jax._src.core import jaxprs_in_params
 else:
     from jax.extend.core import jaxprs_in_params
+
+COMPILER_FILE = str(Path(jax.__file__).with_name("_src") / "compiler.py")
+"""The code in which a thread waits while XLA compiles, in threads of its own."""
 
 
 def devices_text(devices: Iterable[tuple[str, int]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from stepcache.jaxcompat.inspection import COMPILER_FILE
 from stepcache.origin import is_users_file
 
 AGREE_SECONDS = 60.0
@@ -25,7 +26,6 @@ _IDLE_SECONDS = 0.0002  # CPU time between two looks below which a thread only w
 _LINE_LENGTH = 60
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_JAX = tuple(os.path.dirname(os.path.abspath(jax.__file__)) + end for end in (os.sep, "lib"))
-_COMPILER = f"jax{os.sep}_src{os.sep}compiler.py"  # XLA compiles in threads of its own.
 # Calls in a user's own line that do not wait for a device.
 _OTHER_WAITS = re.compile(
     r"\b(accept|acquire|close|flush|fsync|get|input|join|poll|read|readline|recv|select|sleep|wait"
@@ -87,7 +87,7 @@ class Movement:
         file = frame.f_code.co_filename
         line = linecache.getline(file, frame.f_lineno)  # Empty if it cannot be read.
         is_other = not (line and is_users_file(file)) or _OTHER_WAITS.search(line)
-        is_own = file.startswith((_OWN, *_OF_JAX)) and not file.endswith(_COMPILER)
+        is_own = file.startswith((_OWN, *_OF_JAX)) and file != COMPILER_FILE
         self.waits_for_device = is_own or not is_other
         # The thread runs on: a frame that has returned meanwhile has no caller any more.
         while not is_users_file(frame.f_code.co_filename) and (back := frame.f_back) is not None:
