@@ -84,15 +84,15 @@ class Movement:
         if seen == self._seen and self._cpu_seconds < before + _IDLE_SECONDS:
             return time.monotonic() - self._since
         self._seen, self._since = seen, time.monotonic()
-        file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno)  # Empty if it cannot be read.
+        file, number = frame.f_code.co_filename, frame.f_lineno or 0  # None where it has no line.
+        line = linecache.getline(file, number)  # Empty if it cannot be read.
         is_other = not (line and is_users_file(file)) or _OTHER_WAITS.search(line)
         is_own = file.startswith((_OWN, *_OF_JAX)) and file != COMPILER_FILE
         self.waits_for_device = is_own or not is_other
         # The thread runs on: a frame that has returned meanwhile has no caller any more.
         while not is_users_file(frame.f_code.co_filename) and (back := frame.f_back) is not None:
             frame = back
-        code, number = frame.f_code, frame.f_lineno
+        code, number = frame.f_code, frame.f_lineno or 0
         line = linecache.getline(code.co_filename, number).strip()[:_LINE_LENGTH]
         self.where = f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
         return 0.0

@@ -3,10 +3,12 @@
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from stepcache.pods.hang import Movement, stacks
 
@@ -36,6 +38,18 @@ def test_a_frame_may_return_while_it_is_looked_at(monkeypatch):
         movement = Movement(thread)
         movement.look()
         assert f" in {where}: " in movement.where
+
+
+@pytest.mark.parametrize("file", ["hang.py", jax.__file__])
+def test_an_instruction_of_no_line_is_seen_too(monkeypatch, file):
+    """Python gives such a frame the line None, for an instant, as before and after a `with`."""
+    place = SimpleNamespace(co_filename=file, co_name="work")
+    frame = SimpleNamespace(f_code=place, f_lasti=0, f_lineno=None, f_back=None)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): frame})
+    movement = Movement(threading.get_ident())
+    assert movement.look() == 0.0
+    assert movement.where == f"{Path(file).name}:0 in work: "
+    assert movement.waits_for_device is (file == jax.__file__)
 
 
 def test_code_without_a_file_is_the_users_and_waits_for_no_device():
