@@ -65,10 +65,10 @@ class Session:
             `RecompileError`, so that only `step.warm` builds programs.
         count_hits: count every hit in `step.stats()`. Each call then goes through Python, because
             JAX's C++ dispatcher does not report its hits.
-        max_step_bytes: the most bytes that one call may move between memories for its arguments
-            and variables; 0 forbids all transfers. A call, `push`, `assign` or `restore` that would
-            move more raises `TransferBudgetError` before anything moves. Each call then goes
-            through Python. Calls that are passed to `jax.jit` are not limited: those inside another
+        max_step_bytes: the most bytes that one call of a step may move between memories for its
+            arguments and variables; 0 forbids all transfers. A call that would move more raises
+            `TransferBudgetError` before anything moves. Each call then goes through Python. Calls
+            that are passed to `jax.jit` are not limited: those inside another
             transformation, and those with a mutable reference, whose `Variables` alone are counted.
         agree_timeout: how long the processes of a pod wait, in seconds, for one that does not take
             part in the agreement on a new program.

@@ -271,9 +271,3 @@ def current_placer() -> Placer | None:
 def current_reader() -> object | None:
     """Identifies the innermost session of this thread as a reader and writer of variables."""
     return jaxcompat.entered_session()
-
-
-def current_max_bytes() -> int | None:
-    """What a call may move in the innermost session of this thread; None for no bound."""
-    session = jaxcompat.entered_session()
-    return session.max_step_bytes if session is not None else None

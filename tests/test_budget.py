@@ -430,7 +430,7 @@ WRITTEN = {
 @pytest.mark.parametrize("mesh", [True, False], ids=["eight", "no mesh"])
 @pytest.mark.parametrize("placement", WRITTEN)
 @pytest.mark.parametrize("write", WRITES)
-def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eight, moved):
+def test_a_push_is_told_of_and_not_judged(placement, write, mesh, eight, moved):
     place = {"mesh": eight} if mesh else {}
     update = jax.tree.map(jnp.asarray, tree(0.5))
     with sc.Session(**place):
@@ -439,71 +439,44 @@ def test_a_push_moves_what_is_judged_and_is_told_of(placement, write, mesh, eigh
         )
         variables.push(update)  # Makes the optimizer's state.
     moved.clear()
-    with sc.Session(**place):
+    with sc.Session(**place, max_step_bytes=0):  # Of steps.
         variables.push(update)
     total = sum(size for event in moved for _, size in event.link_bytes)
     assert (total > 0) is (placement == "on the host" or "computed" in placement)
     assert all(event.step == "moments" for event in moved) and len(moved) == (total > 0)
-    moved.clear()
-    if total:
-        version, before = variables.version, variables.value
-        with sc.Session(**place, max_step_bytes=total - 1):
-            with pytest.raises(sc.TransferBudgetError) as raised:
-                variables.push(update)
-        error = raised.value
-        assert (error.needed_bytes, error.max_step_bytes) == (total, total - 1)
-        assert error.what.startswith("moments.") and "moments" in error.where
-        assert not moved and variables.version == version
-        jax.tree.map(np.testing.assert_array_equal, before, variables.value)
-    with sc.Session(**place, max_step_bytes=total):
-        variables.push(update)
-    assert sum(size for event in moved for _, size in event.link_bytes) == total
+    assert variables.moved_bytes >= total
 
 
 def test_a_push_that_only_adds_up_moves_nothing(eight, moved):
     write = sc.Write(mode="add", every=3)
-    with sc.Session(eight, max_step_bytes=0):
+    with sc.Session(eight):
         variables = sc.Variables(tree(), placement=sc.OnHost(), write=write, name="moments")
         for _ in range(2):
             variables.push(tree())
-        for _ in range(2):
-            with pytest.raises(sc.TransferBudgetError):
-                variables.push(tree())
-    assert not moved and variables.version == 0
-    with sc.Session(eight):
+        assert not moved and variables.version == 0
         variables.push(tree())
     assert len(moved) == 1 and float(variables.value["b"][0]) == 4
 
 
 def test_the_first_push_of_an_optimizer_counts_its_state(eight, moved):
     write = sc.Write(mode="apply", optimizer=optax.adam(1e-3))
-    with sc.Session(eight, max_step_bytes=0):
-        variables = sc.Variables(tree(), placement=sc.OnHost(), write=write, name="moments")
-        with pytest.raises(sc.TransferBudgetError):
-            variables.push(tree())
-    assert not moved
     with sc.Session(eight):
+        variables = sc.Variables(tree(), placement=sc.OnHost(), write=write, name="moments")
         variables.push(tree())
         variables.push(tree())
     first, second = (sum(size for _, size in event.link_bytes) for event in moved)
     assert first > second > 0
 
 
-def test_an_assignment_is_judged_and_told_of(eight, moved):
-    with sc.Session(eight, max_step_bytes=V - 1):
+def test_an_assignment_is_told_of(eight, moved):
+    with sc.Session(eight):
         state = hosted()
-        for write in (state.assign, state.push):
-            with pytest.raises(sc.TransferBudgetError) as raised:
-                write(np.zeros(10_000, np.float32))
-            assert raised.value.needed_bytes == V and "moments" in raised.value.where
-        assert not moved and state.version == 0 and float(state.value[0]) == 1
-    with sc.Session(eight, max_step_bytes=V):
         state.assign(np.zeros(10_000, np.float32))
     assert moved == [Moved("moments", ((HOST_LINK, V),))]
     assert (state.moved_bytes, state.copy().moved_bytes) == (V, 0)
 
 
-def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):
+def test_restoring_is_told_of(eight, moved, tmp_path):
     with sc.Session(eight):
         write = sc.Write(mode="apply", optimizer=optax.sgd(0.1, momentum=0.9))
         value = np.ones(10_000, np.float32)
@@ -513,12 +486,7 @@ def test_restoring_is_judged_and_told_of(eight, moved, tmp_path):
         kept = state.value
         state.assign(np.zeros(10_000, np.float32))
     moved.clear()
-    with sc.Session(eight, max_step_bytes=2 * V - 1):
-        with pytest.raises(sc.TransferBudgetError) as raised:
-            sc.restore(tmp_path, value=state)
-        assert raised.value.needed_bytes == 2 * V and not moved
-        assert float(state.value[0]) == 0
-    with sc.Session(eight, max_step_bytes=2 * V):
+    with sc.Session(eight):
         sc.restore(tmp_path, value=state)
     assert moved == [Moved("moments", ((HOST_LINK, 2 * V),))]
     np.testing.assert_array_equal(kept, state.value)

@@ -109,11 +109,6 @@ class RemoteMaster(Master):
         self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
         on_kept()
 
-    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
-        way = ("client", "tasks", "update", "the tasks compute", ())
-        moved = links(0, 0, _sent_bytes(leaves))
-        return (Transfer(variable, self.version + 1, *way, moved),)
-
     def store(self, leaves: Sequence[Any]) -> int:
         """Makes leaves the value, which may be on the tasks already. Returns the bytes sent."""
         with self.target.lock:

@@ -221,11 +221,6 @@ class Served(Master):
         meter[HOST_LINK] += transfer.to_host_bytes(leaves)
         self._write(mode, list(map(np.asarray, leaves)), session, meter, on_kept=on_kept)
 
-    def plan_apply(self, variable: str, leaves: Sequence[Any]) -> tuple[Transfer, ...]:
-        way = ("devices", "server", "update", "the host computes", ())
-        moved = links(transfer.to_host_bytes(leaves), 0, self.layout.size_bytes)
-        return (Transfer(variable, self.version + 1, *way, moved),)
-
     def leaves(self, meter: Meter) -> list[Any]:
         (version,), (found,) = self._hosts.read([self._name], [None])
         leaves = [np.array(leaf) for leaf in found or ()]

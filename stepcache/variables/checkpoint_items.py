@@ -114,7 +114,7 @@ def saved_trees(name: str, variables: Variables) -> tuple[dict[str, Any], dict[s
     trees = {name: variables.value}
     if (state := updates.state) is not None:
         state.check_not_lost(variables.name)
-        with variables._moving("save") as meter:
+        with variables._moving() as meter:
             trees[f"{name}:optimizer"] = state.layout.tree.unflatten(state.leaves(meter))
     if (pending := updates.pending_leaves) is not None:
         trees[f"{name}:pending"] = master.layout.tree.unflatten(pending)
@@ -140,8 +140,7 @@ def masters_to_restore(
     # A checkpoint from before the first push has no state.
     has_state = f"{name}:optimizer" in stored or not (is_same_mode or partial)
     has_state = has_state and mode == "apply" and not master.applies_updates
-    written = [master, updates.state] if has_state and updates.state is not None else [master]
-    with variables._lock, variables._moving("restore", *written) as meter:
+    with variables._lock, variables._moving() as meter:
         if has_state:
             masters[f"{name}:optimizer"] = updates.ready_state(master, meter)
     return masters
@@ -166,7 +165,7 @@ def put_trees(
     for slot, leaf in zip(master.layout.slots, leaves, strict=True):
         if leaf is not None:  # The processes of a pod need not compare what they made it of.
             variables._made_of.pop(slot.path, None)
-    with variables._moving("restore") as meter:
+    with variables._moving() as meter:
         if not leaves or any(leaf is not None for leaf in leaves):
             master.version = max(master.version, about.get("version", 0) - 1)
             master.assign(completed(name), current_reader(), meter)

@@ -59,8 +59,7 @@ class Master:
     """Where a value lives. Each kind has six methods of its own: `plan_take` and `take` for a call
     that reads the value, `plan_put` and `put` for one that writes it, `assign`, and `leaves`.
 
-    A kind whose value is in another process, which applies updates there, also has `plan_apply` and
-    `apply`.
+    A kind whose value is in another process, which applies updates there, also has `apply`.
     """
 
     is_resident = False  # Whether the buffers that a step takes are the master copy.
@@ -80,7 +79,7 @@ class Master:
         raise NotImplementedError
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of `put` or `assign`."""
+        """The transfers of `put`."""
         raise NotImplementedError
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:

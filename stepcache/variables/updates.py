@@ -17,12 +17,12 @@ import numpy as np
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.sharding import current_max_bytes, current_reader
+from stepcache.sharding import current_reader
 from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters, Placing
 from stepcache.variables.masters import Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
-from stepcache.variables.plan import HOST_LINK, Plan, Transfer, check_bytes, links
+from stepcache.variables.plan import HOST_LINK
 from stepcache.variables.policy import Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
@@ -44,49 +44,42 @@ class Updates:
         self.pending = 0 if leaves is None else count
 
     def push(self, leaves: Sequence[Any], master: Master, meter: Meter) -> None:
-        """Adds an update to the pending ones, and writes the sum if it is time.
-
-        Making the optimizer's state counts for the meter, not for the budget.
-        """
+        """Adds an update to the pending ones, and writes the sum if it is time."""
         is_last = self.pending + 1 >= self._write.every
-        reader = self._ready(leaves, master, meter, is_last)
+        self._make_ready(master, meter, is_last)
         # An update that leaves this process at once is not copied before.
         is_sent = master.applies_updates and is_last and self.pending_leaves is None
         summed = list(leaves) if is_sent else self._summed(leaves, meter, is_last)
         if is_last:
-            self._write_sum(summed, master, reader, meter)
+            self._write_sum(summed, master, meter)
         else:
             self.resume(summed, self.pending + 1)
 
     def flush(self, master: Master, meter: Meter) -> None:
         """Writes the sum of the pending updates, if there are any."""
         if self.pending_leaves is not None:
-            reader = self._ready(self.pending_leaves, master, meter, is_last=True)
-            self._write_sum(self.pending_leaves, master, reader, meter)
+            self._make_ready(master, meter, is_last=True)
+            self._write_sum(self.pending_leaves, master, meter)
 
-    def _ready(self, leaves: Sequence[Any], master: Master, meter: Meter, is_last: bool) -> Reader:
+    def _make_ready(self, master: Master, meter: Meter, is_last: bool) -> None:
         """Checks what an update needs, and makes the optimizer's state if it is missing."""
         master.check_not_lost(self._name)
         if self.state is not None:
             self.state.check_not_lost(self._name)
-        reader = Reader(current_reader(), carried=True)
-        self._check_budget(leaves, master, reader, is_last)
         needs_state = self._write.mode == "apply" and is_last and not master.applies_updates
         if needs_state and self.state is None:
             self.state = self.ready_state(master, meter)
-            self._check_budget(leaves, master, reader, is_last)
-        return reader
 
-    def _write_sum(self, summed: Sequence[Any], master: Any, reader: Reader, meter: Meter) -> None:
+    def _write_sum(self, summed: Sequence[Any], master: Any, meter: Meter) -> None:
         pending, version = (self.pending_leaves, self.pending), master.version
         self.resume(None, 0)
         kept: list[bool] = []  # By the master, which repeats it.
         try:
             if master.applies_updates:
                 on_kept = functools.partial(kept.append, True)
-                master.apply(summed, self._write.mode, reader.session, meter, on_kept)
+                master.apply(summed, self._write.mode, current_reader(), meter, on_kept)
             else:
-                self._apply(master.layout.tree.unflatten(summed), master, reader, meter)
+                self._apply(master.layout.tree.unflatten(summed), master, meter)
         except BaseException:
             if not kept and master.version == version:
                 self.resume(*pending)
@@ -106,8 +99,8 @@ class Updates:
             return new
         return [transfer.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in new]
 
-    def _apply(self, update: Any, master: Any, reader: Reader, meter: Meter) -> None:
-        state = self.state or _NO_STATE
+    def _apply(self, update: Any, master: Any, meter: Meter) -> None:
+        state, reader = self.state or _NO_STATE, Reader(current_reader(), carried=True)
         with self._computing():
             taken = master.on_host() if self._on_host else master.take(reader, meter)
             value, new_state = self._run(taken, state.take(reader, meter), update)
@@ -127,26 +120,6 @@ class Updates:
             return jax.default_device(_host_device(self._name))
         placer = self._placing.placer
         return jaxcompat.tracing_context(placer.mesh if placer else None)
-
-    def _check_budget(
-        self, leaves: Sequence[Any], master: Any, reader: Reader, is_last: bool
-    ) -> None:
-        if (max_bytes := current_max_bytes()) is None:
-            return
-        planned = []
-        if master.applies_updates:
-            planned += master.plan_apply(self._name, leaves) if is_last else ()
-        elif self._on_host:
-            way = ("devices", "host", "update", "the host computes", ())
-            moved = links(transfer.to_host_bytes(leaves))
-            planned.append(Transfer(self._name, master.version + 1, *way, moved))
-        elif is_last:
-            for name, each in ((self._name, master), (f"{self._name}/optimizer", self.state)):
-                if each is not None:
-                    planned += each.plan_take(name, reader)
-                    planned += each.plan_put(name, reader)
-        needed = Plan(tuple(planned)).bytes_by_transfer
-        check_bytes(f"{self._name}.push", needed, max_bytes)
 
     def ready_state(self, master: Master, meter: Meter) -> Master:
         """The optimizer's state, or a new one, of zeros where the value is lost."""

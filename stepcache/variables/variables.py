@@ -17,7 +17,6 @@ from stepcache.pods.replicas import Part, check_replicas, is_local, token_of
 from stepcache.pods.rounds import Peers
 from stepcache.sharding import (
     Placer,
-    current_max_bytes,
     current_placer,
     current_reader,
     devices_of,
@@ -35,10 +34,9 @@ from stepcache.variables.describing import (
     mesh_text,
     named_leaves,
 )
-from stepcache.variables.masters import LOST, InHostMemory, Master, Reader, hold
+from stepcache.variables.masters import LOST, InHostMemory, Master, hold
 from stepcache.variables.misuse import NoTree
 from stepcache.variables.packing import Layout, bytes_per_device
-from stepcache.variables.plan import Plan, check_bytes
 from stepcache.variables.policy import Placement, Read, Replicated, Sharded, Write, check_policies
 from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
@@ -185,7 +183,7 @@ class Variables(NoTree, Holder):
                 not see later writes; or the value is lost.
         """
         check_not_constant(self.name)
-        with self._moving("value") as meter:
+        with self._moving() as meter:
             try:  # Not under the lock: a step on another thread may build its program for minutes.
                 leaves = self._master.leaves(meter)
             except StepCacheError:
@@ -236,11 +234,10 @@ class Variables(NoTree, Holder):
 
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype.
-            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("variables cannot be assigned", self.name)
         leaves = matching(self.name, self._layout, tree, "assigned")
-        with self._lock, self._moving("assign", self._master) as meter:
+        with self._lock, self._moving() as meter:
             self._master.assign(leaves, current_reader(), meter)
             self._updates.forget_lost_state()
             if self._made_of:  # Not compared yet.
@@ -262,7 +259,6 @@ class Variables(NoTree, Holder):
         Raises:
             VariablesError: a leaf is missing or new, or has another shape or dtype; or the value is
                 lost.
-            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("updates cannot be pushed", self.name)
         if self.write.mode == "assign":
@@ -270,7 +266,7 @@ class Variables(NoTree, Holder):
             return
         exact = self.write.mode == "add"
         leaves = matching(self.name, self._layout, update, "pushed", dtypes=exact)
-        with self._lock, self._moving("push") as meter:
+        with self._lock, self._moving() as meter:
             self._updates.push(leaves, self._master, meter)
 
     def flush(self) -> None:
@@ -282,20 +278,14 @@ class Variables(NoTree, Holder):
 
         Raises:
             VariablesError: the value is lost.
-            TransferBudgetError: it would move more than the session allows.
         """
         check_not_tracing("updates cannot be written", self.name)
-        with self._lock, self._moving("flush") as meter:
+        with self._lock, self._moving() as meter:
             self._updates.flush(self._master, meter)
 
     @contextlib.contextmanager
-    def _moving(self, method: str, *written: Master) -> Iterator[Meter]:
-        """Judges what a method will write, gives a meter for what it moves, and records that."""
-        if (max_bytes := current_max_bytes()) is not None:
-            reader = Reader(current_reader())
-            planned = (one for each in written for one in each.plan_put(self.name, reader))
-            needed = Plan(tuple(planned)).bytes_by_transfer
-            check_bytes(f"{self.name}.{method}", needed, max_bytes)
+    def _moving(self) -> Iterator[Meter]:
+        """Gives a meter for what a method moves, and records that."""
         meter = Meter()
         try:
             yield meter

@@ -532,13 +532,6 @@ def test_a_transformation_does_not_keep_the_value(connection, name):
         jax.jit(lambda: params.value["w"] * 2)()
 
 
-def test_a_push_that_moves_too_much_is_refused(connection, name):
-    params, _ = two(connection, name, write=sc.Write(mode="add"))
-    with sc.Session(max_step_bytes=100), pytest.raises(sc.TransferBudgetError):
-        params.push({"w": np.ones(SIZE, np.float32)})
-    assert params.value["w"][0] == 1
-
-
 def test_a_server_waits_for_clients_that_come_first(engine, tmp_path):
     server = engine(tmp_path / "late")
     with server.connect() as connection:
