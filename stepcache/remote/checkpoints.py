@@ -18,7 +18,6 @@ from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
 from stepcache.remote.variables import RemoteMaster, master_of, spec_of
 from stepcache.variables.checkpoint_items import Leaf, leaves_of, nested
-from stepcache.variables.checkpoint_steps import find, our_metadata
 from stepcache.variables.checkpoints import Saving, storable
 from stepcache.variables.packing import Slot
 from stepcache.variables.restoring import How, read
@@ -31,13 +30,14 @@ def _split(items: dict[str, Any]) -> tuple[dict[str, RemoteMaster], dict[str, An
     return masters, {name: item for name, item in items.items() if name not in masters}
 
 
-def _places(masters: dict[str, RemoteMaster]) -> Iterator[tuple[Leaf, Slot]]:
+def _places(target: Any, items: dict[str, Any]) -> Iterator[tuple[Leaf, Slot]]:
     """The leaves of variables and of their optimizers' states. The value of each is where the tasks
     have it: the number of the variables, and an index into their arrays.
     """
-    states = {name: master.state for name, master in masters.items()}
-    own = {f"{name}:optimizer": master_of(x) for name, x in states.items() if x is not None}
-    for name, master in (masters | own).items():
+    own = {name: item for name, item in items.items() if isinstance(item, Variables)}
+    optimized = {name: item for name, item in own.items() if item.write.mode == "apply"}
+    states = {f"{name}:optimizer": target.ready_state(x) for name, x in optimized.items()}
+    for name, master in ((name, master_of(x)) for name, x in (own | states).items()):
         slots = master.layout.slots
         numbered = leaves_of({name: master.layout.tree.unflatten(range(len(slots)))})
         for leaf, slot in zip(numbered, slots, strict=True):
@@ -48,18 +48,16 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int, step: int | 
     """Has the tasks write a checkpoint; see `stepcache.save`."""
     connection = target.connection
     connection.ready()
-    now, values = connection.runs, connection.values()
     masters, others = _split(items)
-    rows = [[place.keys, ["v", *place.value]] for place, _ in _places(masters)]
+    for name in masters:
+        items[name]._updates.check_none_pending()
+    rows = [[place.keys, ["v", *place.value]] for place, _ in _places(target, items)]
+    now, values = connection.runs, connection.values()
     for keys, value in leaves_of(others):
         is_there = isinstance(value, RemoteArray)
         ref = value.ref(now) if is_there else ["f", values.add(np.asarray(value))]
         rows.append([keys, ref])
-    about = {
-        name: {"version": master.version, "mode": items[name].write.mode, "pending": 0}
-        for name, master in masters.items()
-    }
-    body = {"directory": str(root), "keep": keep, "step": step, "leaves": rows, "about": about}
+    body = {"directory": str(root), "keep": keep, "step": step, "leaves": rows}
     count = connection.about["tasks"]
     connection.ask(Kind.SAVE, now, values.blob, count, **body, **values.fields)
 
@@ -69,13 +67,11 @@ def restore(target: Any, root: Path, items: dict[str, Any], how: How) -> dict[st
     connection = target.connection
     connection.ready()
     masters, others = _split(items)
-    for name, master in masters.items():
+    for master in masters.values():
         master.revive()
-        if items[name].write.mode == "apply":
-            target.ready_state(items[name])
     rows = [
         [place.keys, place.value, encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)]
-        for place, slot in _places(masters)
+        for place, slot in _places(target, items)
     ]
     for keys, value in leaves_of(others):
         array = value if hasattr(value, "dtype") else np.asarray(value)
@@ -83,13 +79,13 @@ def restore(target: Any, root: Path, items: dict[str, Any], how: How) -> dict[st
     body = {"directory": str(root), "leaves": rows, "mesh": target.mesh_code}
     body["how"] = [how.partial, how.cast, dict(how.rename)]
     count = connection.about["tasks"]
-    answers = connection.ask(Kind.RESTORE, connection.runs, count=count, **body)
+    connection.ask(Kind.RESTORE, connection.runs, count=count, **body)
     restored = dict(items)
     if others:  # Small values, which this process reads by itself.
         restored |= read(root, others, how._replace(partial=True))()
-    about = answers[0].data(dict[str, Any])["about"]
     for name, master in masters.items():
-        master.restored(max(master.version, about.get(name, {}).get("version", 0)))
+        master.restored()
+        items[name]._updates.resume(None, 0)
     return restored
 
 
@@ -116,17 +112,17 @@ def write(
         return nested(storable(leaves, copied=False))
 
     saving = Saving(Path(body["directory"]))
-    saving._start(saving._together(collected), body["about"], body["step"], body["keep"])
+    saving._start(saving._together(collected), body["step"], body["keep"])
     saving.wait()
 
 
 def read_here(
     body: dict[str, Any], mesh: Mesh, look_up: Callable[[Any], list[Any]]
-) -> tuple[dict[int, list[Any]], dict[str, Any]]:
+) -> dict[int, list[Any]]:
     """Reads a checkpoint, together with the other tasks.
 
-    Returns the arrays of each variable by its number, and what was saved about variables. For the
-    arguments see `write`; the specs are of `mesh`.
+    Returns the arrays of each variable by its number. For the arguments see `write`; the specs are
+    of `mesh`.
     """
     templates, places = [], {}
     for keys, place, code, shape, spec in body["leaves"]:
@@ -136,11 +132,10 @@ def read_here(
             template = jax.ShapeDtypeStruct(*kind, sharding=NamedSharding(mesh, decode_spec(spec)))
         templates.append(Leaf(tuple(keys), template))
         places[templates[-1].path] = place
-    root, items = Path(body["directory"]), nested(templates)
-    restored = read(root, items, How(*body["how"]))()
+    restored = read(Path(body["directory"]), nested(templates), How(*body["how"]))()
     arrays: dict[int, list[Any]] = {}
     for leaf in leaves_of(restored):
         if (place := places[leaf.path]) is not None and isinstance(leaf.value, jax.Array):
             number, index = place
             arrays.setdefault(number, list(look_up(["v", number])))[index] = leaf.value
-    return arrays, (our_metadata(find(root, items) or root) or {}).get("variables", {})
+    return arrays

@@ -107,7 +107,7 @@ class Target:
 
     def save(self, root: Any, items: dict[str, Any], keep: int, step: int | None) -> None:
         """Has the tasks write a checkpoint; see `checkpoints.save`."""
-        with self.lock:
+        with self.lock, self._entered():
             checkpoints.save(self, root, items, keep, step)
 
     def restore(self, root: Any, items: dict[str, Any], how: Any) -> dict[str, Any]:

@@ -70,9 +70,9 @@ class RemoteMaster(Master):
             if self.is_new:
                 self.store([_zeros(slot) for slot in self.layout.slots])
 
-    def restored(self, version: int) -> None:
-        """Notes that the tasks have read the value from a checkpoint."""
-        self.version, self._run = version, 0
+    def restored(self) -> None:
+        """Notes that the tasks have read the value from a checkpoint, which is one write."""
+        self.written(0)
         if self.state is not None:
             master_of(self.state)._run = 0
 

@@ -1,8 +1,7 @@
 """What a checkpoint holds: pytrees, numbers and `Variables`, leaf by leaf.
 
 A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Variables
-are up to three trees: `params` is the value, `params:optimizer` the optimizer's state, and
-`params:pending` the sum of the updates that are pending.
+with an optimizer are two trees: `params` is the value, `params:optimizer` the optimizer's state.
 """
 
 from __future__ import annotations
@@ -108,47 +107,37 @@ def nested(leaves: list[Leaf]) -> dict[str, Any]:
     return tree
 
 
-def saved_trees(name: str, variables: Variables) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trees of variables that are saved, and what is saved about them. Under their lock."""
-    master, updates = variables._master, variables._updates
-    trees = {name: variables.value}
-    if (state := updates.state) is not None:
-        state.check_not_lost(variables.name)
+def saved_trees(name: str, variables: Variables) -> dict[str, Any]:
+    """The trees of variables that are saved. Under their lock."""
+    master, updates, trees = variables._master, variables._updates, {name: variables.value}
+    updates.check_none_pending()
+    if variables.write.mode == "apply" and not master.applies_updates:
         with variables._moving() as meter:
+            state = updates.state = updates.ready_state(master, meter)
+            state.check_not_lost(variables.name)
             trees[f"{name}:optimizer"] = state.layout.tree.unflatten(state.leaves(meter))
-    if (pending := updates.pending_leaves) is not None:
-        trees[f"{name}:pending"] = master.layout.tree.unflatten(pending)
-    about = {"mode": variables.write.mode, "pending": updates.pending}
-    return trees, {"version": master.version, **about}
+    return trees
 
 
 def masters_to_restore(
-    name: str, variables: Variables, stored: Collection[str], about: dict, partial: bool
+    name: str, variables: Variables, stored: Collection[str], partial: bool
 ) -> dict[str, Master]:
     """What describes each tree that is restored to some variables, by its name in the checkpoint.
 
     Args:
         name, variables: of the item.
         stored: the names of the trees in the checkpoint.
-        about: what was saved about the variables.
         partial: whether to do without an optimizer's state that is not stored.
     """
-    master, updates, mode = variables._master, variables._updates, variables.write.mode
-    is_same_mode, masters = about.get("mode") == mode, {name: master}
-    if f"{name}:pending" in stored and is_same_mode:
-        masters[f"{name}:pending"] = master
-    # A checkpoint from before the first push has no state.
-    has_state = f"{name}:optimizer" in stored or not (is_same_mode or partial)
-    has_state = has_state and mode == "apply" and not master.applies_updates
-    with variables._lock, variables._moving() as meter:
-        if has_state:
-            masters[f"{name}:optimizer"] = updates.ready_state(master, meter)
+    master, state = variables._master, f"{name}:optimizer"
+    masters, is_asked = {name: master}, state in stored or not partial
+    if is_asked and variables.write.mode == "apply" and not master.applies_updates:
+        with variables._lock, variables._moving() as meter:
+            masters[state] = variables._updates.ready_state(master, meter)
     return masters
 
 
-def put_trees(
-    name: str, variables: Variables, read: dict[str, tuple[Master, list]], about: dict
-) -> None:
+def put_trees(name: str, variables: Variables, read: dict[str, tuple[Master, list]]) -> None:
     """Writes trees that were read: to each its master, and its leaves; None for those not stored.
 
     Those stay as they are. Under the lock.
@@ -167,16 +156,8 @@ def put_trees(
             variables._made_of.pop(slot.path, None)
     with variables._moving() as meter:
         if not leaves or any(leaf is not None for leaf in leaves):
-            master.version = max(master.version, about.get("version", 0) - 1)
             master.assign(completed(name), current_reader(), meter)
+            updates.resume(None, 0)
         if (state := f"{name}:optimizer") in read:
             tree = read[state][0].layout.tree.unflatten(completed(state))
             updates.state = updates.held_state(tree, master, meter)
-        elif about.get("mode") == "apply":
-            updates.state = None
-    if about:
-        pending = read.get(f"{name}:pending", (master, None))[1]
-        if pending is not None:  # No update is pending for leaves that were not stored.
-            pairs = zip(pending, master.layout.slots, strict=True)
-            pending = [np.zeros(s.shape, s.dtype) if x is None else x for x, s in pairs]
-        updates.resume(pending, about["pending"])

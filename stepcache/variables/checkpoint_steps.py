@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from stepcache.errors import VariablesError
 
@@ -29,13 +28,17 @@ class NoCheckpointError(VariablesError, FileNotFoundError):
     """There is no checkpoint to restore."""
 
 
-def our_metadata(path: Path) -> dict[str, Any] | None:
-    """What we save beside the arrays of a checkpoint; None where we have not written it."""
+OURS = {"stepcache": {}}
+"""What we save beside the arrays of a checkpoint."""
+
+
+def is_ours(path: Path) -> bool:
+    """Whether stepcache has written a checkpoint."""
     try:
-        text = (path / "_CHECKPOINT_METADATA").read_text()
-        return json.loads(text)["custom_metadata"]["stepcache"]
+        metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+        return "stepcache" in metadata["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return False
 
 
 def _names_in(directory: Path) -> list[str]:
@@ -77,7 +80,7 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
             step = next((int(path.name[5:]) + 1 for path in steps_in(directory)), 0)
         target = step_path(directory, step)
         if target.exists():
-            if our_metadata(target) is None:
+            if not is_ours(target):
                 what = "a save would replace what stepcache did not write, or what is damaged"
                 hint = "move it away, or save to another directory"
                 raise VariablesError(what, where=str(target), hint=hint)
@@ -90,7 +93,7 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
                 if is_new:
                     directory.rmdir()  # If the first save has failed: nothing is in it.
         others = [path for path in steps_in(directory) if path != target]
-        for path in [path for path in others if our_metadata(path) is not None][keep - 1 :]:
+        for path in list(filter(is_ours, others))[keep - 1 :]:
             _remove(path)
 
 
@@ -138,7 +141,7 @@ def find(path: Path, items: Collection[str]) -> Path | None:
     In those of orbax's `CheckpointManager`, which are named by their number alone, it is the tree
     that was saved without a name, or the directory with a tree for each of the `items`.
     """
-    own = [step for step in steps_in(path) if our_metadata(step) is not None]
+    own = filter(is_ours, steps_in(path))
     numbers = sorted(filter(str.isdecimal, _names_in(path)), key=int, reverse=True)
     for step in (path, *own, *map(path.joinpath, numbers)):
         for tree in (step, step / "default"):

@@ -22,7 +22,7 @@ from stepcache import _process_hooks, jaxcompat
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
 from stepcache.pods.rounds import Peers, peers_of
 from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
-from stepcache.variables.checkpoint_steps import writing
+from stepcache.variables.checkpoint_steps import OURS, writing
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.variables import Variables, locked
 
@@ -69,14 +69,13 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def _start(self, tree: Any, about: dict[str, Any], step: int | None, keep: int) -> None:
+    def _start(self, tree: Any, step: int | None, keep: int) -> None:
         """Copies the arrays to the host, and starts to write them in the background."""
         import orbax.checkpoint as ocp
 
         def started() -> Any:
-            metadata = {"stepcache": {"variables": about}}
             checkpointer = ocp.StandardCheckpointer()
-            checkpointer.save(path, tree, custom_metadata=metadata)
+            checkpointer.save(path, tree, custom_metadata=OURS)
             return checkpointer
 
         with contextlib.ExitStack() as running:
@@ -140,8 +139,7 @@ def save(
 
     The checkpoint is orbax's own: `ocp.StandardCheckpointer().restore(path)` gives nested dicts of
     arrays with the keys of the trees, `["params"]["layers"]["0"]["w"]`. The optimizer's state of
-    `Variables` is stored beside them as `"params:optimizer"`, and the sum of pending updates
-    (`Write(every=...)`) as `"params:pending"`.
+    `Variables` is stored beside them as `"params:optimizer"`.
 
     Args:
         directory: of the checkpoints.
@@ -159,7 +157,8 @@ def save(
     Raises:
         VariablesError: `directory` is a URL, a checkpoint, or being written by another process; the
             step's directory holds something else than a checkpoint of stepcache; an item has a leaf
-            that is no array; or this save, or the asynchronous one before it, could not be written.
+            that is no array; updates are pending (`Write(every=...)`); or this save, or the
+            asynchronous one before it, could not be written.
         RankLostError: a process of the pod was lost.
         AgreementError: not all processes of the pod save, within `Session(agree_timeout=...)`.
         ForkedProcessError: this process was forked after JAX had started.
@@ -177,18 +176,15 @@ def save(
     if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
         target.save(root, items, keep, step)
         return saving
-    about: dict[str, Any] = {}
     leaves: list[Leaf] = []
     with locked(items.values()):  # All of one moment.
         for name, item in items.items():
-            trees = {name: item}
-            if isinstance(item, Variables):
-                trees, about[name] = saved_trees(name, item)
+            trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
             leaves += storable(leaves_of(trees), copied=asynchronous)
         tree = nested(leaves)
     reason = "saves, which all processes have to do together"
     saving._together(lambda: None, reason, patient=False)
-    saving._start(tree, about, step, keep)
+    saving._start(tree, step, keep)
     if not asynchronous:
         saving.wait()
     elif _process_hooks.THREADS_END_EARLY:

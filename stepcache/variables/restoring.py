@@ -28,7 +28,7 @@ from stepcache.variables.checkpoint_items import (
     masters_to_restore,
     put_trees,
 )
-from stepcache.variables.checkpoint_steps import find, is_composite, no_checkpoint, our_metadata
+from stepcache.variables.checkpoint_steps import find, is_composite, is_ours, no_checkpoint
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
@@ -75,9 +75,9 @@ def restore(
             `params/encoder/(.*)`, and the path, as `re.sub` has it; the first that matches the
             whole path counts. None leaves a leaf out: with `partial`, a new head stays as it is by
             `{"params/head/.*": None}`.
-        **items: what to restore, by name. `Variables` are restored in place; their versions never
-            go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
-            structure, shapes, dtypes and shardings.
+        **items: what to restore, by name. `Variables` are restored in place, as one write. Trees of
+            arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for structure, shapes,
+            dtypes and shardings.
 
     Returns:
         The restored values by name; for `Variables` the same objects.
@@ -129,10 +129,9 @@ def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str,
     templates: dict[str, Any] = {}
     for name, item in items.items():
         if isinstance(item, Variables):
-            about = stored.about.get(name, {})
-            masters[name] = masters_to_restore(name, item, stored.trees, about, how.partial)
+            masters[name] = masters_to_restore(name, item, stored.trees, how.partial)
             templates |= {part: master.templates() for part, master in masters[name].items()}
-        elif ":" not in name or name in stored.trees:  # Tasks ask for any optimizer's state.
+        else:
             templates[name] = item
     leaves = {name: leaves_of({name: tree}) for name, tree in templates.items()}
     every = [leaf for rows in leaves.values() for leaf in rows]
@@ -151,9 +150,9 @@ def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str,
             for name, item in items.items():
                 if name in masters:
                     trees = {part: (master, read[part]) for part, master in masters[name].items()}
-                    put_trees(name, item, trees, stored.about.get(name, {}))
+                    put_trees(name, item, trees)
                     restored[name] = item
-                elif name in templates:
+                else:
                     own = [values.get(leaf.path, leaf.value) for leaf in leaves[name]]
                     restored[name] = jax.tree_util.tree_structure(item).unflatten(own)
         return restored
@@ -172,7 +171,6 @@ class _Stored:
     Attributes:
         kinds: dtype and shape of each leaf.
         trees: the first key of each leaf: names of items, and of other trees of variables.
-        about: what was saved about variables, by their names.
     """
 
     def __init__(self, path: Path, asked: Collection[str], rename: Mapping[str, str | None]):
@@ -184,8 +182,8 @@ class _Stored:
         tree = self._handler.metadata(self.directory).tree
         flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         paths = ["/".join(map(key_text, keys)) for keys, _ in flat]
-        ours = our_metadata(path)
-        if ours is None and len(asked) == 1 and not {x.partition("/")[0] for x in paths} & {*asked}:
+        tops = {path.partition("/")[0] for path in paths}
+        if not is_ours(path) and len(asked) == 1 and not tops & {*asked}:
             # A tree that orbax's user has saved without a name is the only item asked for.
             paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
         self._paths = [_renamed(path, rename) for path in paths]
@@ -193,7 +191,6 @@ class _Stored:
         self.kinds = {path: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for path, x in rows}
         self.kinds.pop(_LEFT_OUT, None)
         self.trees = {path.partition("/")[0] for path in self.kinds}
-        self.about: dict[str, dict[str, Any]] = (ours or {}).get("variables", {})
 
     def read(self, leaves: list[Leaf]) -> dict[str, Any]:
         """Reads those of some leaves that are stored, each to the sharding of its template."""
@@ -273,9 +270,7 @@ def _is_compatible(stored: Kind, leaf: Leaf, cast: bool) -> bool:
 
 
 def _is_of_updates(path: str) -> bool:
-    """Whether a leaf is of an optimizer's state, or of pending updates, which may be of other
-    dtypes than the value: those of the updates that have been pushed.
-    """
+    """Whether a leaf is of an optimizer's state, which may be of the dtypes of the gradients."""
     return ":" in path.partition("/")[0]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.sharding import current_reader
+from stepcache.units import counted
 from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters, Placing
 from stepcache.variables.masters import Master, OnDevices, Reader, hold
@@ -38,8 +39,16 @@ class Updates:
         self.pending = 0  # The number of updates that are pushed and not yet written.
         self.pending_leaves: list[Any] | None = None  # Their sum, where there are any.
 
+    def check_none_pending(self) -> None:
+        """Raises `VariablesError` if a checkpoint would be without updates that are pushed."""
+        if self.pending:
+            what = "updates are pending, which a checkpoint does not hold"
+            hint = "call flush() before, or save after a push that writes"
+            got = f"{counted(self.pending, 'update')}, and {self._write}"
+            raise VariablesError(what, where=self._name, got=got, hint=hint)
+
     def resume(self, leaves: Sequence[Any] | None, count: int) -> None:
-        """Replaces the pending updates, by those of a checkpoint."""
+        """Replaces the pending updates."""
         self.pending_leaves = None if leaves is None else [*leaves]
         self.pending = 0 if leaves is None else count
 

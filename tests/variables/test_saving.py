@@ -562,42 +562,23 @@ def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tm
     np.testing.assert_array_equal(variables.value["w"], other.value["w"])
 
 
-@pytest.mark.parametrize("mode", ["add", "apply"])
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(update="host")])
-def test_pending_updates_are_saved(mode, placement, tmp_path):
-    optimizer = optax.sgd(0.5) if mode == "apply" else None
-
-    def make():
-        write = sc.Write(mode=mode, optimizer=optimizer, every=4)
-        return sc.Variables({"w": np.zeros(3, np.float32)}, placement=placement, write=write)
-
-    variables, other = make(), make()
-    update = {"w": np.arange(3, dtype=np.float32)}
-    for _ in range(3):
-        variables.push(update)
-    sc.save(tmp_path / "saved", value=variables)
-    other.push({"w": np.full(3, 100.0, np.float32)})
-    sc.restore(tmp_path / "saved", value=other)
-    variables.push(update), other.push(update)
-    assert other.version == variables.version + 1  # The restore was a write.
-    np.testing.assert_array_equal(variables.value["w"], other.value["w"])
-    assert np.any(other.value["w"])
-    plain = sc.Variables({"w": np.zeros(3, np.float32)})
-    with pytest.raises(sc.VariablesError, match="pending"):
-        sc.restore(tmp_path / "saved", value=plain)
-
-
-def test_no_update_is_pending_for_a_leaf_that_was_not_stored(tmp_path):
-    write = sc.Write(mode="add", every=2)
+def test_updates_that_are_pending_have_to_be_written_before(tmp_path):
+    """And what was pending is of the value before a restore."""
     one = {"w": np.ones(3, np.float32)}
-    saved = sc.Variables(one, write=write)
-    saved.push(one)
-    sc.save(tmp_path / "saved", table=saved)
-    more = one | {"more": np.ones(2, np.float32)}
-    table = sc.Variables(more, write=write)
-    sc.restore(tmp_path / "saved", partial=True, table=table)
-    table.push(more)
-    assert table.value["w"].tolist() == [3] * 3 and table.value["more"].tolist() == [2] * 2
+    table = sc.Variables(one, write=sc.Write(mode="add", every=3), name="table")
+    sc.save(tmp_path / "saved", table=table)
+    table.push(one), table.push(one)
+    with pytest.raises(sc.VariablesError, match="updates are pending") as raised:
+        sc.save(tmp_path / "saved", table=table, step=5)
+    assert raised.value.where == "table" and "2 updates" in raised.value.got
+    assert "flush()" in raised.value.hint
+    sc.restore(tmp_path / "saved", table=table)
+    table.flush()
+    assert table.version == 1 and table.value["w"].tolist() == [1] * 3
+    table.push(one), table.flush()
+    sc.save(tmp_path / "saved", table=table)
+    sc.restore(tmp_path / "saved", table=table)
+    assert table.value["w"].tolist() == [2] * 3
 
 
 def test_leaves_that_stay_as_they_are_have_to_be_there(tmp_path):
