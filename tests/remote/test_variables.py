@@ -122,6 +122,31 @@ def test_a_checkpoint_of_the_tasks_is_restored_by_them_and_here(session, tmp_pat
         same(here.value, after)
 
 
+def test_a_checkpoint_before_the_first_push_has_an_optimizer_too(session, tmp_path):
+    write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+    variables = sc.Variables(tree(), name="not pushed", write=write)
+    sc.save(tmp_path / "saves", params=variables)
+    variables.push(tree())
+    after = variables.value
+    sc.restore(tmp_path / "saves", params=variables)
+    variables.push(tree())
+    same(variables.value, after)
+
+
+def test_updates_that_are_pending_have_to_be_written_before_a_save(session, tmp_path):
+    variables = sc.Variables(tree(), name="pending", write=sc.Write(mode="add", every=3))
+    variables.push(tree())
+    with pytest.raises(sc.VariablesError, match="updates are pending"):
+        sc.save(tmp_path / "saves", params=variables)
+    variables.flush()
+    value = variables.value
+    sc.save(tmp_path / "saves", params=variables)
+    variables.push(tree())
+    sc.restore(tmp_path / "saves", params=variables)
+    variables.flush()  # What was pending was of the value before.
+    same(variables.value, value)
+
+
 def test_a_checkpoint_from_here_is_restored_by_the_tasks(session, tmp_path):
     with sc.Session():
         here = sc.Variables(tree())
