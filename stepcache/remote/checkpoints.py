@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from stepcache.jaxcompat.specs import decode_dtype, decode_spec, encode_dtype
 from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
-from stepcache.remote.variables import RemoteMaster, master_of, spec_of
+from stepcache.remote.variables import master_of, spec_of
 from stepcache.variables.checkpoint_items import Leaf, leaves_of, nested
 from stepcache.variables.checkpoints import Saving, storable
 from stepcache.variables.packing import Slot
@@ -24,21 +24,20 @@ from stepcache.variables.restoring import How, read
 from stepcache.variables.variables import Variables
 
 
-def _split(items: dict[str, Any]) -> tuple[dict[str, RemoteMaster], dict[str, Any]]:
-    """The masters of the variables among some items, and the other items."""
-    masters = {name: master_of(x) for name, x in items.items() if isinstance(x, Variables)}
-    return masters, {name: item for name, item in items.items() if name not in masters}
+def _split(items: dict[str, Any]) -> tuple[dict[str, Variables], dict[str, Any]]:
+    """The variables among some items, and the other items."""
+    own = {name: item for name, item in items.items() if isinstance(item, Variables)}
+    return own, {name: item for name, item in items.items() if name not in own}
 
 
-def _places(target: Any, items: dict[str, Any]) -> Iterator[tuple[Leaf, Slot]]:
+def _places(target: Any, own: dict[str, Variables]) -> Iterator[tuple[Leaf, Slot]]:
     """The leaves of variables and of their optimizers' states. The value of each is where the tasks
     have it: the number of the variables, and an index into their arrays.
     """
-    own = {name: item for name, item in items.items() if isinstance(item, Variables)}
-    optimized = {name: item for name, item in own.items() if item.write.mode == "apply"}
-    states = {f"{name}:optimizer": target.ready_state(x) for name, x in optimized.items()}
-    for name, master in ((name, master_of(x)) for name, x in (own | states).items()):
-        slots = master.layout.slots
+    applying = {name: item for name, item in own.items() if item.write.mode == "apply"}
+    states = {f"{name}:optimizer": target.ready_state(x) for name, x in applying.items()}
+    for name, item in (own | states).items():
+        master, slots = master_of(item), item._layout.slots
         numbered = leaves_of({name: master.layout.tree.unflatten(range(len(slots)))})
         for leaf, slot in zip(numbered, slots, strict=True):
             yield leaf._replace(value=[master.number, leaf.value]), slot
@@ -48,10 +47,10 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int, step: int | 
     """Has the tasks write a checkpoint; see `stepcache.save`."""
     connection = target.connection
     connection.ready()
-    masters, others = _split(items)
-    for name in masters:
-        items[name]._updates.check_none_pending()
-    rows = [[place.keys, ["v", *place.value]] for place, _ in _places(target, items)]
+    own, others = _split(items)
+    for item in own.values():
+        item._updates.check_none_pending()
+    rows = [[place.keys, ["v", *place.value]] for place, _ in _places(target, own)]
     now, values = connection.runs, connection.values()
     for keys, value in leaves_of(others):
         is_there = isinstance(value, RemoteArray)
@@ -66,12 +65,12 @@ def restore(target: Any, root: Path, items: dict[str, Any], how: How) -> dict[st
     """Has the tasks read a checkpoint; see `stepcache.restore`."""
     connection = target.connection
     connection.ready()
-    masters, others = _split(items)
-    for master in masters.values():
-        master.revive()
+    own, others = _split(items)
+    for item in own.values():
+        master_of(item).revive()
     rows = [
         [place.keys, place.value, encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)]
-        for place, slot in _places(target, items)
+        for place, slot in _places(target, own)
     ]
     for keys, value in leaves_of(others):
         array = value if hasattr(value, "dtype") else np.asarray(value)
@@ -83,9 +82,9 @@ def restore(target: Any, root: Path, items: dict[str, Any], how: How) -> dict[st
     restored = dict(items)
     if others:  # Small values, which this process reads by itself.
         restored |= read(root, others, how._replace(partial=True))()
-    for name, master in masters.items():
-        master.restored()
-        items[name]._updates.resume(None, 0)
+    for item in own.values():
+        master_of(item).restored()
+        item._updates.resume(None, 0)
     return restored
 
 

@@ -18,7 +18,7 @@ from stepcache.remote.messages import Kind, Values, packed
 from stepcache.variables.describing import Parameters, Placing, describe, named_leaves
 from stepcache.variables.masters import LOST, Master, Reader
 from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layout_of
-from stepcache.variables.plan import SERVER_LINK, Transfer, links
+from stepcache.variables.plan import SERVER_LINK
 from stepcache.variables.transfer import Meter
 
 
@@ -43,7 +43,6 @@ class RemoteMaster(Master):
             for slot in layout.slots
         ]
         self._run = 0  # The last run that writes the value.
-        self.owner: Any = None  # A weak reference to the variables.
         self.state: Any = None  # `Variables` that hold the optimizer's state, once there is some.
         self._leaf_rows = [
             [slot.path, encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)]
@@ -140,6 +139,10 @@ class RemoteMaster(Master):
         body = packed(feeds=feeds, specs=specs, mesh=self.target.mesh_code, **values.fields)
         return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
 
+    def block_until_ready(self) -> None:
+        self._connection.wait(self._run, self._incarnation)
+        self._connection.check(self._run)
+
     def take(self, reader: Reader, meter: Meter) -> Packed:
         raise TaskError(
             "variables that live on tasks are used outside of their session", where=self._name
@@ -153,15 +156,6 @@ class RemoteMaster(Master):
         )
 
     # ---- what is said about it -------------------------------------------------------------------
-
-    def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        there = ("tasks", "tasks", "none", "the master copy is there", reader.arguments)
-        return (Transfer(variable, self.version, *there),)
-
-    def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        size = links(0, 0, self.layout.size_bytes)
-        way = ("client", "tasks", "copy", "the new value is sent", reader.arguments, size)
-        return (Transfer(variable, self.version + 1, *way),)
 
     @property
     def is_lost(self) -> bool:

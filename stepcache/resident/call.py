@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,15 +14,15 @@ from stepcache.calls.context import DEFAULT_SCOPE, Scope
 from stepcache.calls.step_spec import StepSpec
 from stepcache.errors import VariablesError
 from stepcache.pods.replicas import compare
-from stepcache.resident.form import Form, Place, arguments_of
+from stepcache.resident.form import Form, Place
 from stepcache.resident.passing import can_cross_in_program, check_options
 from stepcache.variables import transfer
 from stepcache.variables.describing import joined
-from stepcache.variables.masters import Master, Reader, Source
+from stepcache.variables.masters import Master, Reader
 from stepcache.variables.packing import Packed
 from stepcache.variables.plan import Plan
 from stepcache.variables.transfer import Meter
-from stepcache.variables.variables import Variables
+from stepcache.variables.variables import Variables, locked
 
 
 class ResidentCall:
@@ -99,10 +100,11 @@ class ResidentCall:
 
     def paths(self) -> Iterator[tuple[str, str, Variables]]:
         """Where variables stand: the argument, and the path as rules read it, such as `rest/0`."""
-        arguments = arguments_of(*self.given)
+        args, kwargs = self.given
         for place in self.places:
             base = place.name.replace("[", "/").rstrip("]")
-            for keys, leaf in jax.tree_util.tree_flatten_with_path(arguments[place.key])[0]:
+            tree = kwargs[place.key] if isinstance(place.key, str) else args[place.key]
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if isinstance(leaf, Variables):
                     inner = keystr(keys, simple=True, separator="/")
                     yield place.name, joined(base, inner), leaf
@@ -125,10 +127,12 @@ class ResidentCall:
         """The transfers that the call will make."""
         names, transfers = self._arguments(), []
         self._read_together(values=False)
-        for index, each in enumerate(self.variables):
-            reader = Reader(self._session, tuple(names[each]), index < self.carried)
+        for each, reader in self._readers():
+            reader = reader._replace(arguments=tuple(names[each]))
             with each._lock:
-                transfers += self._master_of(each).plan(each.name, reader)
+                master = self._master_of(each)
+                transfers += master.plan_take(each.name, reader)
+                transfers += master.plan_put(each.name, reader) if reader.carried else ()
         return Plan(tuple(transfers))
 
     def taken(self) -> tuple[Form, tuple, dict[str, Any]]:
@@ -136,10 +140,10 @@ class ResidentCall:
         in_program = self._in_program()
         self._read_together(values=True)
 
-        def take(each: Variables, carried: bool) -> Packed:
+        def take(each: Variables, reader: Reader) -> Packed:
             master = self._master_of(each)
             master.check_not_lost(each.name)
-            packed = master.take(Reader(self._session, (), carried, in_program), self.meter)
+            packed = master.take(reader._replace(in_program=in_program), self.meter)
             return transfer.copied(packed) if jaxcompat.arguments_outlive_calls() else packed
 
         arguments = self._over(take)
@@ -150,13 +154,13 @@ class ResidentCall:
     def shown(self) -> tuple[Form, tuple, dict[str, Any]]:
         """The same with `jax.ShapeDtypeStruct`s in the place of buffers."""
         in_program = self._in_program()
-        return self._over(lambda each, _: self._master_of(each).shapes(in_program=in_program))
+        with locked(self.variables):
+            return self._over(lambda each, _: self._master_of(each).shapes(in_program=in_program))
 
     def _over(
-        self, value_of: Callable[[Variables, bool], Packed]
+        self, value_of: Callable[[Variables, Reader], Packed]
     ) -> tuple[Form, tuple, dict[str, Any]]:
-        rows = enumerate(self.variables)
-        values = [value_of(each, index < self.carried) for index, each in rows]
+        values = list(itertools.starmap(value_of, self._readers()))
         form = Form(self.places, tuple(value.layout for value in values))
         return form, *form.over(*self.given, [value.buffers for value in values])
 
@@ -165,13 +169,16 @@ class ResidentCall:
         for source, readers in self._by_source().items():
             source.read_together(readers, values=values)
 
-    def _by_source(self) -> dict[Source, list[tuple[Any, Reader]]]:
-        groups: dict[Source, list[tuple[Any, Reader]]] = {}
-        for index, each in enumerate(self.variables):
+    def _by_source(self) -> dict[Any, list[tuple[Any, Reader]]]:
+        groups: dict[Any, list[tuple[Any, Reader]]] = {}
+        for each, reader in self._readers():
             if (source := each._master.source) is not None:
-                reader = Reader(self._session, (), index < self.carried)
                 groups.setdefault(source, []).append((each._master, reader))
         return groups
+
+    def _readers(self) -> Iterator[tuple[Variables, Reader]]:
+        for index, each in enumerate(self.variables):
+            yield each, Reader(self._session, carried=index < self.carried)
 
     def _in_program(self) -> bool:
         return bool(self.carried) and can_cross_in_program(self._spec, self.given, self.variables)
@@ -181,22 +188,16 @@ class ResidentCall:
 
     def inlined(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments with values in place of variables, for a call inside a transformation."""
-        if self.carried:
-            raise VariablesError(
-                "variables cannot be carried inside another transformation",
-                where=self._spec.name,
-                got=repr(self.variables[0]),
-                hint="pass their .value, and assign the result",
-            )
-        if jaxcompat.keeps_what_is_read():
-            raise VariablesError(
-                "variables are passed inside another transformation, which would keep their values "
-                "as constants and not see later writes",
-                where=self._spec.name,
-                got=", ".join(map(repr, self.variables)),
-                hint="call the step outside of it, or pass .value as an argument of the function "
-                "that is transformed",
-            )
+        if self.carried or jaxcompat.keeps_what_is_read():
+            what = "variables cannot be carried inside another transformation"
+            hint = "pass their .value, and assign the result"
+            if not self.carried:
+                what = "variables are passed inside another transformation, which would keep their "
+                what += "values as constants and not see later writes"
+                hint = "call the step outside of it, or pass .value as an argument of the function "
+                hint += "that is transformed"
+            got = ", ".join(map(repr, self.variables))
+            raise VariablesError(what, where=self._spec.name, got=got, hint=hint)
 
         def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, Variables):
@@ -219,7 +220,6 @@ class ResidentCall:
 
         if self.carried:
             outputs = form.put_back(self._spec.parameters.carry, outputs, put)
-        for index, each in enumerate(self.variables):
-            reader = Reader(self._session, carried=index < self.carried)
+        for each, reader in self._readers():
             self._master_of(each).ahead(reader, self.meter)
         return outputs

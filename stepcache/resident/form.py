@@ -28,13 +28,6 @@ from stepcache.variables.shares import HostLayout
 HELD = "Variables"
 """Holder of a leaf of `Variables`, at their first place in a call."""
 
-Arguments = dict[int | str, Any]
-"""The arguments of a call by their position or name."""
-
-
-def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    return dict(enumerate(args)) | dict(kwargs)
-
 
 class Place(NamedTuple):
     """An argument with `Variables` in it."""
@@ -54,17 +47,20 @@ class Form(NamedTuple):
     places: tuple[Place, ...]  # Those of carried arguments come first.
     layouts: tuple[Layout, ...]  # Of the variables, by number.
 
-    def replaced(self, arguments: Arguments, change: Callable[[int, Any], Any]) -> Arguments:
+    def replaced(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[int, Any], Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """The arguments with something else in the places of variables.
 
         `change` gets the number of the variables, and what is there. Raises `ValueError` where an
         argument has another structure.
         """
-        changed = dict(arguments)
+        changed, named = [*args], dict(kwargs)
         for key, _, tree, numbers in self.places:
-            pairs = zip(numbers, tree.flatten_up_to(changed[key]), strict=True)
-            changed[key] = tree.unflatten(x if n is None else change(n, x) for n, x in pairs)
-        return changed
+            holder: Any = named if isinstance(key, str) else changed
+            pairs = zip(numbers, tree.flatten_up_to(holder[key]), strict=True)
+            holder[key] = tree.unflatten(x if n is None else change(n, x) for n, x in pairs)
+        return tuple(changed), named
 
     def found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """What is in the places of variables. Raises `ValueError` or `KeyError` as `replaced`."""
@@ -79,15 +75,13 @@ class Form(NamedTuple):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], buffers: Sequence[Sequence[Any]]
     ) -> tuple[tuple, dict[str, Any]]:
         """The arguments of a call over buffers, given those of each of the variables."""
-        rest, passed, named = list(buffers), list(args), dict(kwargs)
-        for key, _, tree, numbers in self.places:
-            holder: Any = named if isinstance(key, str) else passed
-            nodes = tree.flatten_up_to(holder[key])
-            for at, number in enumerate(numbers):
-                if number is not None:
-                    nodes[at], rest[number] = tuple(rest[number]), ()
-            holder[key] = tree.unflatten(nodes)
-        return tuple(passed), named
+        rest = [*buffers]
+
+        def take(number: int, _: Any) -> tuple:
+            taken, rest[number] = tuple(rest[number]), ()
+            return taken
+
+        return self.replaced(args, kwargs, take)
 
     def put_back(
         self,
@@ -145,21 +139,19 @@ class Form(NamedTuple):
 
     def buffers(self, call: Call) -> dict[int, bool]:
         """The numbers of the leaves that are buffers, and whether each of them is on the host."""
-        numbers, count = {}, 0
-        for node in jax.tree_util.tree_leaves(self._marked(call)):
-            size = node.count if isinstance(node, _Mark) else 1
-            if isinstance(node, _Mark):
-                on_host = isinstance(self.layouts[node.number], HostLayout)
-                numbers.update(dict.fromkeys(range(count, count + size), on_host))
-            count += size
-        return numbers
+        marked = self._marked(call, lambda number, buffers: (_Mark(number, 1),) * len(buffers))
+        return {
+            at: isinstance(self.layouts[leaf.number], HostLayout)
+            for at, leaf in enumerate(jax.tree_util.tree_leaves(marked))
+            if isinstance(leaf, _Mark)
+        }
 
-    def _marked(self, call: Call) -> tuple[tuple, dict[str, Any]]:
-        """The dynamic arguments of a call, with a `_Mark` in the place of each tuple of buffers."""
-        given = dict(zip(call.positions, call.args, strict=True)) | call.kwargs
-        marked = self.replaced(given, lambda number, buffers: _Mark(number, len(buffers)))
-        args = tuple(marked[position] for position in call.positions)
-        return args, {name: marked[name] for name in call.kwargs}
+    def _marked(self, call: Call, mark: Callable[[int, Any], Any]) -> tuple[tuple, dict[str, Any]]:
+        """The dynamic arguments of a call, with something else for each tuple of buffers."""
+        args, kwargs = self.replaced(*call.given, mark)
+        return tuple(args[at] for at in call.positions), {
+            name: kwargs[name] for name in call.kwargs
+        }
 
     def in_leaves(self, call: Call) -> Call:
         """A call over buffers as its caller wrote it, with the leaves of `Variables`, for messages.
@@ -171,7 +163,8 @@ class Form(NamedTuple):
         return call
 
     def _in_leaves(self, call: Call) -> Call:
-        named, structure = jax.tree_util.tree_flatten_with_path(self._marked(call))
+        marked = self._marked(call, lambda number, buffers: _Mark(number, len(buffers)))
+        named, structure = jax.tree_util.tree_flatten_with_path(marked)
         of_program = iter(call.signature.leaves)
         sizes = [node.count if isinstance(node, _Mark) else 1 for _, node in named]
         own = [list(itertools.islice(of_program, size)) for size in sizes]
@@ -246,7 +239,7 @@ class _OverBuffers(OverStep):
         self._form = form
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        form, given = self._form, arguments_of(args, kwargs)
+        form = self._form
         leaves: dict[int, list[Any]] = {}
 
         def opened(number: int, buffers: Sequence[Any]) -> Any:
@@ -256,23 +249,20 @@ class _OverBuffers(OverStep):
                 leaves[number] = layout.unpack(buffers)
             return layout.tree.unflatten(leaves[number])
 
-        trees = form.replaced(given, opened)
-        outputs = self.__wrapped__(
-            *(trees[n] for n in range(len(args))), **{name: trees[name] for name in kwargs}
-        )
-        if not any(place.name in self._carry for place in form.places):
+        trees, named = form.replaced(args, kwargs, opened)
+        outputs = self.__wrapped__(*trees, **named)
+        places = {place.name: place for place in form.places}
+        if not any(name in places for name in self._carry):
             return outputs
-        again = form.replaced(given, opened)
-        named = {place.name: (place, again[place.key]) for place in form.places}
-        olds = [
-            named[name][1] if name in named else argument_of(self._positional, args, kwargs, name)
-            for name in self._carry
-        ]
+        again = form.replaced(args, kwargs, opened)
+        olds = [argument_of(self._positional, *again, name) for name in self._carry]
         # What it raises comes before anything is donated; for a call that JAX serves itself,
         # nothing else would be raised.
         news, rest, together = self._parts(outputs, olds)
-        pairs = zip(self._carry, news, strict=True)
-        closed = (self._closed(*named[name], new) if name in named else new for name, new in pairs)
+        closed = (
+            self._closed(places[name], old, new) if name in places else new
+            for name, old, new in zip(self._carry, olds, news, strict=True)
+        )
         return together(tuple(closed), rest)
 
     def _closed(self, place: Place, old: Any, new: Any) -> Any:

@@ -16,7 +16,7 @@ from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.read_ahead import Arrival
 from stepcache.variables import transfer
 from stepcache.variables.copies import Copies, Copy
-from stepcache.variables.masters import Master, Reader, Source
+from stepcache.variables.masters import Master, Reader
 from stepcache.variables.packing import Layout, Packed, shards_bytes
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Links, Transfer, links
 from stepcache.variables.policy import Read
@@ -42,7 +42,7 @@ class Served(Master):
 
     def __init__(
         self,
-        source: Source,
+        source: Any,
         hosts: Hosts,
         name: str,
         layout: Layout,

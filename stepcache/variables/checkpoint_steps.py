@@ -77,7 +77,7 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
     with _locked(directory):
         _clean(directory)
         if step is None:
-            step = next((int(path.name[5:]) + 1 for path in steps_in(directory)), 0)
+            step = next((int(path.stem[5:]) + 1 for path in steps_in(directory)), 0)
         target = step_path(directory, step)
         if target.exists():
             if not is_ours(target):
@@ -139,7 +139,7 @@ def find(path: Path, items: Collection[str]) -> Path | None:
     """The checkpoint at `path`, or the newest of the steps below it; None if there is none.
 
     In those of orbax's `CheckpointManager`, which are named by their number alone, it is the tree
-    that was saved without a name, or the directory with a tree for each of the `items`.
+    that was saved without a name, or the directory with a tree for some of the `items`.
     """
     own = filter(is_ours, steps_in(path))
     numbers = sorted(filter(str.isdecimal, _names_in(path)), key=int, reverse=True)
@@ -147,7 +147,7 @@ def find(path: Path, items: Collection[str]) -> Path | None:
         for tree in (step, step / "default"):
             if _is_tree(tree):
                 return tree
-        if is_composite(step, items):
+        if trees_in(step, items):
             return step
     return None
 
@@ -166,6 +166,6 @@ def _is_tree(path: Path) -> bool:
     return (path / "_METADATA").exists()
 
 
-def is_composite(path: Path, items: Collection[str]) -> bool:
-    """Whether a step of orbax's `CheckpointManager` has a tree for each of some names."""
-    return bool(items) and all(_is_tree(path / name) for name in items)
+def trees_in(path: Path, items: Collection[str]) -> list[str]:
+    """The items of which a step of orbax's `CheckpointManager` has a tree by their name."""
+    return [name for name in items if not _is_tree(path) and _is_tree(path / name)]

@@ -5,6 +5,7 @@ Arrays are stored as nested dicts by path, versions and the like in orbax's cust
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -21,6 +22,7 @@ import numpy as np
 from stepcache import _process_hooks, jaxcompat
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
 from stepcache.pods.rounds import Peers, peers_of
+from stepcache.units import readable_ranks
 from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
 from stepcache.variables.checkpoint_steps import OURS, writing
 from stepcache.variables.describing import check_not_tracing
@@ -28,7 +30,7 @@ from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
 _unfinished: list[Saving] = []
-_writing = threading.Lock()  # Two saves at once would wait for each other's signals in orbax.
+_saving = threading.Lock()  # Two saves at once would wait for each other's signals in orbax.
 
 
 class Saving:
@@ -37,14 +39,14 @@ class Saving:
     def __init__(self, directory: Path):
         self._together = Together(f"saving {directory}", "the checkpoint could not be written")
         self._directory = directory
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._is_agreed = False
+        self._written: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._failure: VariablesError | None = None
+        self._is_agreed, self._agreeing = False, threading.Lock()
 
     @property
     def done(self) -> bool:
         """Whether all is written, or the save has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> None:
         """Waits until the checkpoint is complete. In a pod, all processes call it.
@@ -53,62 +55,50 @@ class Saving:
             VariablesError: it could not be written. The checkpoint before it is still there.
             RankLostError: a process of the pod was lost.
         """
-        if self._thread is not None:
-            self._together.guarded(self._thread.join)
-        with contextlib.suppress(ValueError):  # Another thread may wait, too.
-            _unfinished.remove(self)
-        if not self._is_agreed:
-            self._is_agreed = True
-            try:
-                self._together(self._raise)
-            except VariablesError as error:
-                self._error = error
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        with self._agreeing:  # Another thread may wait, too.
+            if not self._is_agreed:
+                try:
+                    self._together(self._written.result)
+                except VariablesError as error:
+                    self._failure = error
+                self._is_agreed = True
+            if self in _unfinished:
+                _unfinished.remove(self)
+        if self._failure is not None:
+            raise self._failure
 
     def _start(self, tree: Any, step: int | None, keep: int) -> None:
         """Copies the arrays to the host, and starts to write them in the background."""
         import orbax.checkpoint as ocp
 
-        def started() -> Any:
-            checkpointer = ocp.StandardCheckpointer()
-            checkpointer.save(path, tree, custom_metadata=OURS)
-            return checkpointer
-
         with contextlib.ExitStack() as running:
-            running.enter_context(_writing)
             place = writing(self._directory, step, keep)
-            path = Path(self._together.first(lambda: running.enter_context(place)))
-            checkpointer = self._together.guarded(started)
+            path = Path(self._together(lambda: running.enter_context(place), of_first=True))
+            checkpointer = running.enter_context(ocp.StandardCheckpointer())
+            save = functools.partial(checkpointer.save, path, tree, custom_metadata=OURS)
+            self._together.guarded(save)
             _finish_before_exit()
             rest = running.pop_all()
-        work = functools.partial(self._finish, rest, checkpointer)
-        self._thread = threading.Thread(target=work, name="stepcache save")
-        try:
-            self._thread.start()
-        except RuntimeError:  # There can be no more threads.
-            self._thread = None
-            work()
-        _unfinished.append(self)
 
-    def _finish(self, running: contextlib.ExitStack, checkpointer: Any) -> None:
-        """Waits until orbax has written all, and removes what is to be replaced."""
+        def finish() -> None:
+            try:
+                with rest:  # It removes what is replaced. Closing may fail.
+                    checkpointer.wait_until_finished()
+                self._written.set_result(None)
+            except Exception as error:
+                self._written.set_exception(error)
+                _log.error("%s: %s", self._together.label, first_line(error))
+
+        _unfinished.append(self)
         try:
-            with running, checkpointer:  # Closing may fail.
-                checkpointer.wait_until_finished()
-        except Exception as error:
-            self._error = error
-            _log.error("%s: %s", self._together.label, first_line(error))
+            threading.Thread(target=finish, name="stepcache save").start()
+        except RuntimeError:  # There can be no more threads.
+            finish()
 
 
 def join_all() -> None:
     """Waits for all saves of this process."""
-    for saving in list(_unfinished):
-        if saving._thread is not None:
-            saving._thread.join()
+    concurrent.futures.wait([saving._written for saving in list(_unfinished)])
 
 
 @functools.cache
@@ -117,15 +107,13 @@ def _finish_before_exit() -> None:
     end with an error if one has failed, and nobody has heard of it.
     """
     _process_hooks.before_threads_end(join_all)
-    _process_hooks.fail_at_exit_if(lambda: any(saving._error for saving in _unfinished))
+    _process_hooks.fail_at_exit_if(
+        lambda: any(each.done and each._written.exception() for each in _unfinished)
+    )
 
 
 def save(
-    directory: str | os.PathLike,
-    *,
-    keep: int | None = None,
-    asynchronous: bool = False,
-    **items: Any,
+    directory: str | os.PathLike, *, keep: int = 1, asynchronous: bool = False, **items: Any
 ) -> Saving:
     """Writes variables, pytrees and numbers to one checkpoint, together or not at all.
 
@@ -165,26 +153,27 @@ def save(
     """
     check_not_tracing("nothing can be saved", "save")
     jaxcompat.check_not_forked(f"{directory} was to be saved")
-    for saving in list(_unfinished):
-        saving.wait()
-    root, step = path_of(directory), _step_number(items)
-    keep = 1 if keep is None else keep
+    root = path_of(directory)
     if isinstance(keep, bool) or operator.index(keep) < 1:
         what = "keep is a number of checkpoints"
         raise VariablesError(what, expected="at least 1", got=f"{keep}")
-    saving = Saving(root)
-    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
-        target.save(root, items, keep, step)
-        return saving
-    leaves: list[Leaf] = []
-    with locked(items.values()):  # All of one moment.
-        for name, item in items.items():
-            trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
-            leaves += storable(leaves_of(trees), copied=asynchronous)
-        tree = nested(leaves)
-    reason = "saves, which all processes have to do together"
-    saving._together(lambda: None, reason, patient=False)
-    saving._start(tree, step, keep)
+    with _saving:
+        for unfinished in list(_unfinished):
+            unfinished.wait()
+        saving, step = Saving(root), _step_number(items)
+        if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
+            target.save(root, items, keep, step)
+            saving._written.set_result(None)
+            return saving
+        leaves: list[Leaf] = []
+        with locked(items.values()):  # All of one moment.
+            for name, item in items.items():
+                trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
+                leaves += storable(leaves_of(trees), copied=asynchronous)
+            tree = nested(leaves)
+        reason = "saves, which all processes have to do together"
+        saving._together(lambda: None, reason, patient=False)
+        saving._start(tree, step, keep)
     if not asynchronous:
         saving.wait()
     elif _process_hooks.THREADS_END_EARLY:
@@ -229,19 +218,24 @@ def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
 
 
 class Together:
-    """Work of the processes that save and restore together: those of the session's mesh, or of all.
+    """Work of the processes that save and restore together: all of a pod, as orbax needs them.
 
     Args:
         label: of the agreement, such as "saving saves".
         what: the error if something else than stepcache fails.
-        expected: what else is in that error.
+
+    Raises `VariablesError` in a session over some of the processes.
     """
 
-    def __init__(self, label: str, what: str, expected: str | None = None):
-        session = jaxcompat.entered_session()
-        own = session.peers if session is not None else None
+    def __init__(self, label: str, what: str):
+        own = getattr(jaxcompat.entered_session(), "peers", None)
         self._peers: Peers | None = own or peers_of(range(jax.process_count()))
-        self.label, self._what, self._expected = label, what, expected
+        self.label, self._what = label, what
+        if own is not None and len(own.ranks) < jax.process_count():
+            what = "checkpoints are written and read by all processes of a pod together"
+            hint = "call it in all processes, inside a session over all of them, or outside"
+            got = f"a session over {readable_ranks(own.ranks)}"
+            raise VariablesError(what, where=label, got=got, hint=hint)
 
     def guarded(self, work: Callable[[], Any]) -> Any:
         """Does work that waits for the other processes.
@@ -261,11 +255,7 @@ class Together:
             if isinstance(error, StepCacheError):
                 raise
             what = f"{self._what}: {first_line(error)}"
-            raise VariablesError(what, where=self.label, expected=self._expected) from error
-
-    def first(self, work: Callable[[], Any]) -> str:
-        """Does work in the first process alone. Returns its result as text, in all."""
-        return self(work if jax.process_index() == 0 else lambda: "", of_first=True)
+            raise VariablesError(what, where=self.label) from error
 
     def __call__(
         self,
@@ -280,21 +270,22 @@ class Together:
         Args:
             work: what each process does.
             reason, patient: see `Peers.round`.
-            of_first: return the result of the first process, as text.
+            of_first: the first process does it alone, and all get its result, as text.
         """
-        result, failed = None, None
+        result, failed, said = None, None, "+"
         try:
-            result = self.guarded(work)
+            if not of_first or jax.process_index() == 0:
+                result = self.guarded(work)
+                said += str(result) if of_first else ""
         except StepCacheError as error:  # A loss is raised by the round, too.
-            failed = error
-        own = f"-{failed}" if failed is not None else f"+{result if of_first else ''}"
+            failed, said = error, f"-{error}"
+        sides = [(said, (0,))]
         if self._peers is not None:
             with self._peers.round(self.label, reason, patient=patient) as current:
-                differing = current.compare("results", {"result": own})
-            texts = differing.get("result", [(own, current.ranks)])
-            wrong = [f"rank {ranks[0]}: {text[1:]}" for text, ranks in texts if text[0] == "-"]
-            failed = failed or (VariablesError(wrong[0]) if wrong else None)
-            own = next((text for text, ranks in texts if 0 in ranks), own)
+                sides = current.compare("results", {"result": said}).get("result", sides)
         if failed is not None:
             raise failed
-        return own[1:] if of_first else result
+        for text, ranks in sides:
+            if text[0] == "-":
+                raise VariablesError(f"rank {ranks[0]}: {text[1:]}")
+        return max(text for text, _ in sides)[1:] if of_first else result  # Others say nothing.

@@ -24,14 +24,21 @@ class Copy:
     served_steps: int = 0  # Since it was fetched, or last found to be current.
 
 
+class _Outside:
+    """Who reads outside of sessions."""
+
+
+_OUTSIDE = _Outside()
+
+
 class Copies:
     """The copy that a process keeps of one value."""
 
     def __init__(self, policy: Read):
         self._policy = policy
         self._kept: Copy | None = None
-        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._known_outside = 0  # Of sessions.
+        # The newest version that each session has seen; shared by all copies of a value.
+        self.known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self.hits = self.fetches = 0  # Reads that a copy served, and that fetched the value.
 
@@ -40,10 +47,8 @@ class Copies:
         on.
         """
         with self._lock:  # Who looks does not hold the lock of the variables.
-            if reader is None:
-                self._known_outside = max(version, self._known_outside)
-            else:
-                self._known[reader] = max(version, self._known.get(reader, 0))
+            key = reader or _OUTSIDE
+            self.known[key] = max(version, self.known.get(key, 0))
 
     def serving(
         self, reader: Any, current: int | None, *, carried: bool = False
@@ -62,8 +67,7 @@ class Copies:
             return None, "a carried value has to be current"
         now = "it has not been compared" if current is None else f"{current} is current"
         behind = f"the copy has version {copy.version}, and {now}"
-        known = self._known_outside if reader is None else self._known.get(reader, 0)
-        if known > copy.version:
+        if self.known.get(reader or _OUTSIDE, 0) > copy.version:
             return None, f"{behind}: this session wrote it, or has seen it"
         if not policy.max_staleness:
             return None, behind
@@ -106,5 +110,4 @@ class Copies:
     def reset(self) -> None:
         """Drops the copy, and the versions that sessions have seen: their numbers start again."""
         self.drop()
-        self._known.clear()
-        self._known_outside = 0
+        self.known.clear()

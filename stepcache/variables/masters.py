@@ -7,7 +7,7 @@ and `leaves`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,18 +43,6 @@ class Reader(NamedTuple):
     in_program: bool = False  # Its program can read a value from host memory, and write it back.
 
 
-class Source(Protocol):
-    """Where the values of several variables come from."""
-
-    def read_together(self, readers: Sequence[tuple[Any, Reader]], *, values: bool) -> None:
-        """Finds out which versions some masters have at one moment; fetches needed `values`."""
-        ...
-
-    def read_ahead(self, readers: Sequence[tuple[Any, Reader]]) -> None:
-        """Starts to read what the next call of these readers needs, where policies say so."""
-        ...
-
-
 class Master:
     """Where a value lives. Each kind has six methods of its own: `plan_take` and `take` for a call
     that reads the value, `plan_put` and `put` for one that writes it, `assign`, and `leaves`.
@@ -64,7 +52,9 @@ class Master:
 
     is_resident = False  # Whether the buffers that a step takes are the master copy.
     applies_updates = False
-    source: Source | None = None  # Of several masters that are read in one go.
+    # What reads several masters in one go, as they are at one moment: `read_together`, and ahead of
+    # the next call `read_ahead`.
+    source: Any = None
     owner: Any = None  # A weak reference to the variables, of masters that need them.
 
     def __init__(self, packed: Packed):
@@ -94,11 +84,6 @@ class Master:
         """Copies of the leaves."""
         raise NotImplementedError
 
-    def plan(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        """The transfers of a call of a step."""
-        written = self.plan_put(variable, reader) if reader.carried else ()
-        return self.plan_take(variable, reader) + written
-
     def ahead(self, reader: Reader, meter: Meter) -> None:
         """Starts to read a newer value for the next step, if the copy may not serve that."""
 
@@ -121,6 +106,10 @@ class Master:
     def arrays(self) -> Sequence[jax.Array]:
         """The arrays of this process that hold the value."""
         return self.packed.buffers
+
+    def block_until_ready(self) -> None:
+        """Waits until the value has been computed."""
+        jax.block_until_ready(self.arrays())
 
     def on_devices(self) -> Sequence[Any]:
         """Arrays, or `Buffer`s, as a program that does not read host memory takes the value."""
@@ -269,12 +258,10 @@ class InHostMemory(Master):
         return (Transfer(variable, self.version + 1, *way, moved),)
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
-        if packed.layout is self.host_layout:
-            packed = Packed(self.layout, packed.buffers)
-            self._write(transfer.written(packed, self.host_layout, meter), session)
-            return
-        self._write(transfer.write(packed, self.host_layout, meter), session)
-        self._copies.keep(self.version, transfer.free(packed))
+        written = transfer.write(packed, self.host_layout, meter)
+        self._write(Packed(self.layout, written), session)
+        if packed.layout is self.layout:
+            self._copies.keep(self.version, transfer.free(packed))
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         packed = transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter)
@@ -289,6 +276,13 @@ class InHostMemory(Master):
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self.version)
+
+    def follow(self, master: InHostMemory) -> None:
+        """Takes the value of a master of another mesh, and the versions that sessions have seen."""
+        if self.version != master.version:
+            leaves, layouts = master.leaves(Meter()), (self.layout, self.host_layout)
+            self.packed = transfer.pack_on_hosts(leaves, *layouts, Meter())
+        self.version, self._copies.known = master.version, master._copies.known
 
     def on_host(self) -> Packed:
         """The value in the memory of this host, in the shapes that it has on the devices."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -165,29 +164,17 @@ def is_key_type(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Packed:
     """One whole version of a value, as a program takes and returns it: its buffers."""
 
-    __slots__ = ("__weakref__", "buffers", "layout")
-
-    def __init__(self, layout: Layout, buffers: Any):
-        self.layout, self.buffers = layout, buffers
+    layout: Layout = field(metadata={"static": True})
+    buffers: Any
 
     def value(self) -> Any:
         """The tree, inside a trace."""
         return self.layout.tree.unflatten(self.layout.unpack(self.buffers))
-
-
-# Each call of a step makes one: as a dataclass of JAX's that would take twice as long.
-jax.tree_util.register_pytree_with_keys(
-    Packed,
-    lambda packed: (
-        [(jax.tree_util.SequenceKey(i), buffer) for i, buffer in enumerate(packed.buffers)],
-        packed.layout,
-    ),
-    Packed,
-    operator.attrgetter("buffers", "layout"),
-)
 
 
 def shard_bytes(array: Any) -> int:

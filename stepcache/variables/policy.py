@@ -7,10 +7,9 @@ memory gets their value, `Write` how an update gets back.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -20,32 +19,10 @@ from stepcache.sharding import Rules
 CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
 UPDATES = ("device", "host")
-_ROUTE = "each device copies its share, and all gather: the value crosses the host's link once"
-_PREFETCH = "max_staleness=k reads a newer value in the background while a copy may still serve"
 _WIRE = (
     "it only costs time on one machine; store the values in the dtype that is to travel, such as "
     "bfloat16"
 )
-
-T = TypeVar("T", bound=type)
-
-
-def _without(**gone: str) -> Callable[[T], T]:
-    """Class decorator: an option that is gone raises `OptionError`, which says what to do."""
-
-    def decorated(policy: T) -> T:
-        init = policy.__init__
-
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **options: Any) -> None:
-            for name in options.keys() & gone:
-                raise OptionError(f"{name}= is gone: {gone[name]}", where=policy.__name__)
-            init(self, *args, **options)
-
-        policy.__init__ = checked
-        return policy
-
-    return decorated
 
 
 def check(
@@ -68,16 +45,26 @@ def is_number(value: Any, kinds: Any, least: float = 0) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= least
 
 
-def _changed_fields(policy: Any) -> str:
-    """A policy as text, with the fields that differ from their defaults."""
-    shown = (
-        f"{field.name}={value!r}"
-        if field.name != "optimizer"
-        else f"{field.name}={type(value).__name__}(…)"  # Its functions say nothing.
-        for field in dataclasses.fields(policy)
-        if (value := getattr(policy, field.name)) != field.default
-    )
-    return f"{type(policy).__name__}({', '.join(shown)})"
+class _Policy:
+    """Shows the fields that differ from their defaults, and refuses options that are gone."""
+
+    __slots__ = ()
+    _gone: ClassVar[Mapping[str, str]] = {}  # What to do instead, by option.
+
+    def __new__(cls, *_: Any, **options: Any) -> Any:
+        for name in options.keys() & cls._gone:
+            raise OptionError(f"{name}= is gone: {cls._gone[name]}", where=cls.__name__)
+        return super().__new__(cls)
+
+    def __str__(self) -> str:
+        shown = (
+            f"{field.name}={value!r}"
+            if field.name != "optimizer"
+            else f"{field.name}={type(value).__name__}(…)"  # Its functions say nothing.
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if (value := getattr(self, field.name)) != field.default
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +146,8 @@ def on_host(placement: Placement) -> OnHost:
     return placement if isinstance(placement, OnHost) else OnHost(on_device=placement)
 
 
-@_without(
-    wire=_WIRE,
-    max_age="max_staleness bounds how many steps a copy may serve",
-    route=_ROUTE,
-    prefetch=_PREFETCH,
-)
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(_Policy):
     """How a step reads variables whose master copy is in another memory.
 
     Attributes:
@@ -188,6 +169,12 @@ class Read:
 
     cache: Literal["device"] | None = None
     max_staleness: int = 0
+    _gone: ClassVar = {
+        "max_age": "max_staleness bounds how many steps a copy may serve",
+        "prefetch": "max_staleness=k reads a newer value in the background while a copy may serve",
+        "route": "each device copies its share, and all gather: it crosses the host's link once",
+        "wire": _WIRE,
+    }
 
     def __post_init__(self):
         check_choices(self, cache=CACHES)
@@ -198,13 +185,9 @@ class Read:
             what = f"cache=None contradicts max_staleness={steps}"
             raise OptionError(what, where="Read", hint='set cache="device" to keep a copy')
 
-    def __str__(self) -> str:
-        return _changed_fields(self)
 
-
-@_without(wire=_WIRE)
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(_Policy):
     """What `Variables.push` does with an update.
 
     Attributes:
@@ -221,6 +204,7 @@ class Write:
     mode: Literal["assign", "add", "apply"] = "assign"
     optimizer: Any = None
     every: int = 1
+    _gone: ClassVar = {"wire": _WIRE}
 
     def __post_init__(self):
         check_choices(self, mode=MODES)
@@ -238,9 +222,6 @@ class Write:
         if self.mode == "assign" and self.every > 1:
             what = f'mode="assign" contradicts every={self.every}'
             raise OptionError(what, where="Write", hint="assigned values cannot be summed")
-
-    def __str__(self) -> str:
-        return _changed_fields(self)
 
 
 def check_kinds(placement: object, read: object, write: object) -> None:

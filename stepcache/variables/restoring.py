@@ -28,7 +28,7 @@ from stepcache.variables.checkpoint_items import (
     masters_to_restore,
     put_trees,
 )
-from stepcache.variables.checkpoint_steps import find, is_composite, is_ours, no_checkpoint
+from stepcache.variables.checkpoint_steps import find, is_ours, no_checkpoint, trees_in
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
@@ -103,27 +103,18 @@ def read(root: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, 
     Returns what puts the values in place: it changes variables, and returns the restored values.
     """
     together = _together(root)
-    if not (found := together.first(lambda: find(root, items) or "")):
+    if not (found := together(lambda: find(root, items) or "", of_first=True)):
         raise no_checkpoint(root)  # In all processes.
-    path = Path(found)
-
-    def read_here() -> list[Callable[[], dict[str, Any]]]:
-        if is_composite(path, items):  # Of orbax's `CheckpointManager`: a tree for each name.
-            return [_read(path / name, {name: item}, how) for name, item in items.items()]
-        return [_read(path, items, how)]
-
-    puts = together(read_here)
-    return lambda: {name: value for put in puts for name, value in put().items()}
+    return together(lambda: _read(Path(found), items, how))
 
 
 def _together(root: Path) -> checkpoints.Together:
-    expected = "a whole checkpoint that stepcache.save or orbax's StandardCheckpointer wrote"
-    what = "there is nothing that can be restored"
-    return checkpoints.Together(f"restoring {root}", what, expected)
+    what = "there is no whole checkpoint of stepcache.save or orbax to restore"
+    return checkpoints.Together(f"restoring {root}", what)
 
 
 def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, Any]]:
-    """Reads some items of one tree of orbax's."""
+    """Reads some items of one checkpoint."""
     stored = _Stored(path, items, how.rename)
     masters: dict[str, dict[str, Master]] = {}
     templates: dict[str, Any] = {}
@@ -177,18 +168,24 @@ class _Stored:
         import orbax.checkpoint as ocp
         from etils import epath
 
-        self.directory = epath.Path(path)
+        self.directory, self.kinds = path, dict[str, Kind]()
         self._handler = ocp.PyTreeCheckpointHandler()  # A `Checkpointer` would wait for all.
-        tree = self._handler.metadata(self.directory).tree
-        flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = ["/".join(map(key_text, keys)) for keys, _ in flat]
-        tops = {path.partition("/")[0] for path in paths}
-        if not is_ours(path) and len(asked) == 1 and not tops & {*asked}:
-            # A tree that orbax's user has saved without a name is the only item asked for.
-            paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
-        self._paths = [_renamed(path, rename) for path in paths]
-        rows = zip(self._paths, (x for _, x in flat), strict=True)
-        self.kinds = {path: Kind(np.dtype(x.dtype).name, tuple(x.shape)) for path, x in rows}
+        self._trees: list[tuple[Any, Any, list[str]]] = []  # With its structure and paths here.
+        for name in trees_in(path, asked) or [""]:  # Of a `CheckpointManager`, one for each name.
+            directory = epath.Path(path / name)
+            flat, structure = jax.tree_util.tree_flatten_with_path(
+                self._handler.metadata(directory).tree
+            )
+            top = [name] if name else []
+            paths = ["/".join([*top, *map(key_text, keys)]) for keys, _ in flat]
+            tops = {path.partition("/")[0] for path in paths}
+            if not (name or is_ours(path) or tops & {*asked}) and len(asked) == 1:
+                # A tree that orbax's user has saved without a name is the only item asked for.
+                paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
+            paths = [_renamed(path, rename) for path in paths]
+            self._trees.append((directory, structure, paths))
+            for path_here, (_, x) in zip(paths, flat, strict=True):
+                self.kinds[path_here] = Kind(np.dtype(x.dtype).name, tuple(x.shape))
         self.kinds.pop(_LEFT_OUT, None)
         self.trees = {path.partition("/")[0] for path in self.kinds}
 
@@ -197,26 +194,29 @@ class _Stored:
         import orbax.checkpoint as ocp
 
         templates = {leaf.path: leaf.value for leaf in leaves if leaf.path in self.kinds}
-        targets, options = [], []
-        for path in self._paths:
-            template = templates.get(path)
-            where = None if is_key(template) else _sharding_for(template)
-            targets.append(np.zeros(()) if path in templates else ...)
-            options.append(
-                ocp.ArrayRestoreArgs(sharding=where)
-                if where is not None
-                else ocp.RestoreArgs(restore_type=np.ndarray)
-            )
         read: dict[str, Any] = {}
-        if templates:
-            item, restore_args = map(self._structure.unflatten, (targets, options))
+        for directory, structure, paths in self._trees:
+            if not templates.keys() & {*paths}:
+                continue
+            targets, options = [], []
+            for path in paths:
+                template = templates.get(path)
+                where = None if is_key(template) else _sharding_for(template)
+                targets.append(np.zeros(()) if path in templates else ...)
+                options.append(
+                    ocp.ArrayRestoreArgs(sharding=where)
+                    if where is not None
+                    else ocp.RestoreArgs(restore_type=np.ndarray)
+                )
+            item, restore_args = map(structure.unflatten, (targets, options))
             args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-            tree = self._handler.restore(self.directory, args=args)
-            read = dict(zip(self._paths, self._structure.flatten_up_to(tree), strict=True))
-        values = {path: _like(path, template, read[path]) for path, template in templates.items()}
-        empty = [leaf for leaf in leaves if leaf.path not in values and 0 in leaf.kind.shape]
-        zeros = {leaf.path: np.zeros(leaf.kind.shape, leaf.kind.dtype) for leaf in empty}
-        return values | {x.path: _like(x.path, x.value, zeros[x.path]) for x in empty}
+            tree = self._handler.restore(directory, args=args)
+            read |= zip(paths, structure.flatten_up_to(tree), strict=True)
+        for leaf in leaves:
+            if leaf.path not in templates and 0 in leaf.kind.shape:
+                templates[leaf.path] = leaf.value
+                read[leaf.path] = np.zeros(leaf.kind.shape, leaf.kind.dtype)
+        return {path: _like(path, template, read[path]) for path, template in templates.items()}
 
 
 def _renamed(path: str, rename: Mapping[str, str | None]) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.events import Moved, recorder
-from stepcache.pods.global_arrays import placed, spans_processes
+from stepcache.pods.global_arrays import placed
 from stepcache.variables.packing import Buffer, Layout, Packed, bytes_here, is_key_type
 from stepcache.variables.plan import DEVICE_LINK, HOST_LINK
 from stepcache.variables.shares import HostLayout, replicated
@@ -73,18 +72,11 @@ def unpack(packed: Packed) -> list[jax.Array]:
     slots, buffers = packed.layout.slots, packed.buffers
     flat = {slot.buffer for slot in slots if slot.offset is not None}
     leaves = packed.layout.unpack([np.array(x) if n in flat else x for n, x in enumerate(buffers)])
-    places: dict[int, Any] = {}
     for number, slot in enumerate(slots):
         if slot.offset is not None:  # A step may have moved leaves without a sharding of their own.
             buffer = buffers[slot.buffer]
             of_buffer = replicated(buffer.sharding) if buffer.committed else None
-            places[number] = slot.sharding or of_buffer
-    if any(map(spans_processes, places.values())):
-        arrays = [placed(leaves[number], place) for number, place in places.items()]
-    else:
-        arrays = jax.device_put([leaves[number] for number in places], [*places.values()])
-    for number, array in zip(places, arrays, strict=True):
-        leaves[number] = array
+            leaves[number] = placed(leaves[number], slot.sharding or of_buffer)
     return leaves
 
 
@@ -111,12 +103,16 @@ def read(packed: Packed, layout: HostLayout, meter: Meter, *, ahead: bool = Fals
     return free(Packed(packed.layout, tuple(copy(x) if x is y else y for x, y in pairs)))
 
 
-def write(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
-    """Copies a value from the devices to host memory: every shard, once."""
-    places = [device.sharding for device in layout.on_device]
-    buffers = tuple(layout.write(_brought(packed.buffers, places)))
+def write(packed: Packed, layout: HostLayout, meter: Meter) -> tuple[Any, ...]:
+    """Copies a value from the devices to host memory: every shard, once.
+
+    What a program wrote there is moved where that is another device's.
+    """
     meter[HOST_LINK] += layout.bytes_here[0]
-    return Packed(packed.layout, buffers)
+    if packed.layout is layout:
+        return tuple(_brought(packed.buffers, layout.homes))
+    places = [device.sharding for device in layout.on_device]
+    return tuple(layout.write(_brought(packed.buffers, places)))
 
 
 def _brought(buffers: Sequence[Any], places: Sequence[Any]) -> list[Any]:
@@ -132,12 +128,6 @@ def free(packed: Packed) -> Packed:
         return packed
     buffers = (jaxcompat.committed(value, like.sharding is not None) for value, like in pairs)
     return Packed(packed.layout, tuple(buffers))
-
-
-def written(packed: Packed, layout: HostLayout, meter: Meter) -> Packed:
-    """What a program wrote to host memory, counted; moved where that is another device's."""
-    meter[HOST_LINK] += layout.bytes_here[0]
-    return Packed(packed.layout, tuple(_brought(packed.buffers, layout.homes)))
 
 
 def pack_on_hosts(
@@ -189,23 +179,9 @@ def _matches(value: Any, buffer: Buffer) -> bool:
 def _split(value: Any, host: Buffer) -> jax.Array:
     """A value that this process has, in shards on the hosts, the last ones padded with zeros."""
     whole = _to_numpy(value) if isinstance(value, jax.Array) else np.asarray(value)
-    whole = whole.reshape(host.shape if whole.size == host.size else -1)
-    sharding: Any = host.sharding
-    shape = sharding.shard_shape(host.shape)
-
-    def shard(index: Any) -> np.ndarray:
-        # A copy: JAX may use the memory as it is.
-        part, padded = whole[index], np.zeros(shape, host.dtype)
-        padded[tuple(map(slice, part.shape))] = part
-        return padded
-
-    if isinstance(sharding, SingleDeviceSharding):
-        return jax.device_put(shard(...), sharding)
-    # Unlike `jax.make_array_from_callback`, this is a copy that `jax.transfer_guard` allows.
-    indices = sharding.addressable_devices_indices_map(host.shape)
-    places = [SingleDeviceSharding(each, memory_kind=sharding.memory_kind) for each in indices]
-    shards = jax.device_put([shard(index) for index in indices.values()], places)
-    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
+    padded = np.zeros(host.size, host.dtype)  # Of its own: JAX may use the memory as it is.
+    padded[: whole.size] = whole.reshape(-1)
+    return placed(padded.reshape(host.shape), host.sharding, may_alias=False)
 
 
 def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:

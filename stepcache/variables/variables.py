@@ -117,7 +117,7 @@ class Variables(NoTree, Holder):
         placer = current_placer()
         self._placing = Placing(self.name, name or "", placement, placer, pack)
         self._mesh: Mesh | None = placer.mesh if placer else None
-        self._home, self._views = mesh_identity(self._mesh), {}  # The latter by the mesh.
+        self._home = mesh_identity(self._mesh)
 
     @classmethod
     def _over(
@@ -132,7 +132,7 @@ class Variables(NoTree, Holder):
 
     def _begin(self, master: Master) -> None:
         """Takes a value, without pending updates or optimizer state."""
-        self._master = master  # Used under the lock.
+        self._master, self._views = master, dict[Any, Any]()  # Under the lock.
         activity_log.watch(self)
         self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
         self._updates = Updates(self._placing, self.write)
@@ -203,7 +203,7 @@ class Variables(NoTree, Holder):
         """
         with self._lock:
             self._master.check_not_lost(self.name)
-            jax.block_until_ready(self._master.arrays())
+            self._master.block_until_ready()
         return self
 
     def copy(self) -> Variables:
@@ -315,13 +315,13 @@ class Variables(NoTree, Holder):
         mesh = placer.mesh if placer is not None else None
         if mesh is self._mesh or self._master.is_resident or mesh_identity(mesh) == self._home:
             return self._master
-        if (view := self._views.get(mesh_identity(mesh))) is None:
+        view: Any = self._views.get(mesh_identity(mesh))
+        if view is None:
             tree = self._layout.tree.unflatten(self._master.leaves(Meter()))
-            view = hold(self._placing._replace(placer=placer), tree, self.read, Meter())
+            made = hold(self._placing._replace(placer=placer), tree, self.read, Meter())
+            view, made.version = made, self._master.version
             self._views[mesh_identity(mesh)] = view
-        elif view.version != self._master.version:
-            view.assign(self._master.leaves(Meter()), None, Meter())
-        view.version = self._master.version
+        view.follow(self._master)
         return view
 
     def _check_usable(self, mesh: Mesh | None, *, writes: bool) -> None:
@@ -378,9 +378,14 @@ def locked(items: Iterable[Any]) -> Iterator[None]:
     each other. An interrupt while it waits for one lets go of the others.
     """
     variables = {item for item in items if isinstance(item, Variables)}
-    with contextlib.ExitStack() as stack:
-        for each in sorted(variables, key=lambda each: each._number):
-            stack.enter_context(each._lock)
+    yield from _holding([each._lock for each in sorted(variables, key=lambda x: x._number)])
+
+
+def _holding(locks: list[Any]) -> Iterator[None]:
+    if locks:
+        with locks[0]:  # No interrupt comes between the lock and what lets go of it.
+            yield from _holding(locks[1:])
+    else:
         yield
 
 

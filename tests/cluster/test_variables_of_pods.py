@@ -233,3 +233,27 @@ def test_a_rank_that_saves_alone_is_told_so(tmp_path):
     assert "rank 1 did not take part in the agreement on saving" in said
     assert "saves, which all processes have to do together" in said
     assert all(rank.code == 1 for rank in ranks) and not (tmp_path / "alone").exists()
+
+
+PART = """
+if RANK:
+    part = jax.sharding.Mesh(np.array(jax.devices()[1:]), ("data",))
+    with sc.Session(part, agree_timeout=4):
+        state = sc.Variables(np.zeros(4, np.float32), name="state")
+        for work in (sc.save, sc.restore):
+            try:
+                work("part", state=state)
+            except sc.VariablesError as error:
+                say("refused", str(error).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.slow
+def test_a_part_of_a_pod_cannot_save(tmp_path):
+    """orbax would wait for all."""
+    for rank in succeeded(run_pod(tmp_path, PART, count=3))[1:]:
+        texts = rank.said("refused")
+        assert len(texts) == 2, rank.output
+        assert all("by all processes of a pod together" in text for text in texts)
+        assert all("a session over ranks 1" in text for text in texts)
+    assert not (tmp_path / "part").exists()

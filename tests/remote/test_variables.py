@@ -122,6 +122,20 @@ def test_a_checkpoint_of_the_tasks_is_restored_by_them_and_here(session, tmp_pat
         same(here.value, after)
 
 
+def test_to_wait_for_variables_is_to_wait_for_the_step_that_writes_them(session):
+    variables = sc.Variables(tree(), name="awaited")
+    spin = sc.step(
+        lambda state: jax.lax.fori_loop(
+            0, 100, lambda _, x: jax.tree.map(lambda y: jnp.sin(y), x), state
+        ),
+        carry="state",
+    )
+    spin(variables)
+    assert variables.block_until_ready() is variables
+    connection, run = variables._master._connection, variables._master._run
+    assert run and connection.done >= run
+
+
 def test_a_checkpoint_before_the_first_push_has_an_optimizer_too(session, tmp_path):
     write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
     variables = sc.Variables(tree(), name="not pushed", write=write)

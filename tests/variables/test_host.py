@@ -671,6 +671,66 @@ def test_what_one_mesh_trains_another_one_evaluates(cache, pack):
         assert float(other.value) == 1 + 15 * 5
 
 
+def test_a_copy_of_variables_is_read_from_another_mesh_by_itself():
+    read = sc.step(lambda state: state.sum())
+    with session("8"):
+        state = sc.Variables(np.ones(8, np.float32), placement=sc.OnHost())
+    with session("2"):
+        assert read(state) == 8
+    other = state.copy()
+    with session("8"):
+        state.assign(np.full(8, 2.0, np.float32))
+        other.assign(np.full(8, 3.0, np.float32))
+    with session("2"):
+        assert (read(state), read(other), read(state)) == (16, 24, 16)
+
+
+@pytest.mark.parametrize("how", ["wrote", "saw"])
+def test_a_session_on_another_mesh_reads_what_it_knows(how):
+    """Whatever `max_staleness` allows; others may read older values."""
+    evaluate = sc.step(lambda state: state.sum())
+    read = sc.Read(cache="device", max_staleness=5)
+    with session("8") as own:
+        state = sc.Variables(np.ones(8, np.float32), placement=sc.OnHost(), read=read)
+    with session("2") as two, session("2") as others:
+        for each in (two, others):
+            with each:
+                assert evaluate(state) == 8
+        new = np.full(8, 2.0, np.float32)
+        with two if how == "wrote" else own:
+            state.assign(new)
+        with two:
+            if how == "saw":
+                assert state.value.sum() == 16
+            assert evaluate.explain(state).plan.bytes > 0
+        with others:
+            assert evaluate(state) == 8
+        with two:
+            assert evaluate(state) == 16
+
+
+def test_to_explain_waits_for_who_has_the_variables():
+    """A copy for another mesh is made of one whole version."""
+    evaluate, has_locked, go = sc.step(lambda state: state.sum()), threading.Event(), []
+    with session("8"):
+        state = sc.Variables(np.ones(8, np.float32), placement=sc.OnHost())
+
+    def explain():
+        has_locked.wait()
+        with session("2"):
+            evaluate.explain(state)
+        go.append("explained")
+
+    thread = threading.Thread(target=explain)
+    thread.start()
+    with state._lock:
+        has_locked.set()
+        thread.join(0.3)
+        go.append("written")
+    thread.join()
+    assert go == ["written", "explained"]
+
+
 # ---- threads ---------------------------------------------------------------------------------
 
 

@@ -440,6 +440,13 @@ def test_what_orbax_s_manager_has_saved_is_read(tmp_path):
     assert "tree" in raised.value.got
     same(sc.restore(tmp_path / "named" / "1", tree={"w": np.zeros(3)})["tree"], tree)
     same(sc.restore(tmp_path / "named" / "1" / "tree", w=np.zeros(3))["w"], tree["w"])
+    items = {"tree": {"w": np.zeros(3)}, "step": 4}
+    with pytest.raises(sc.VariablesError, match="do not match the checkpoint") as raised:
+        sc.restore(tmp_path / "named", **items)
+    assert raised.value.where == "step" and "partial=True" in raised.value.hint
+    restored = sc.restore(tmp_path / "named", partial=True, **items)
+    same(restored["tree"], tree)
+    assert restored["step"] == 4
 
 
 @pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
@@ -759,7 +766,7 @@ def test_a_save_that_is_interrupted_while_it_waits_for_another_leaves_nothing(
             raise AssertionError("it was not entered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "_writing", Interrupted())
+        patched.setattr(checkpoints, "_saving", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             sc.save(tmp_path / "saved", step=1)
     assert not list(tmp_path.iterdir())
