@@ -18,6 +18,7 @@ from stepcache.remote.arrays import RemoteArray
 from stepcache.remote.messages import Kind
 from stepcache.remote.variables import master_of, spec_of
 from stepcache.variables.checkpoint_items import Leaf, leaves_of, nested
+from stepcache.variables.checkpoint_steps import find, versions_in
 from stepcache.variables.checkpoints import Saving, storable
 from stepcache.variables.packing import Slot
 from stepcache.variables.restoring import How, read
@@ -57,6 +58,7 @@ def save(target: Any, root: Path, items: dict[str, Any], keep: int, step: int | 
         ref = value.ref(now) if is_there else ["f", values.add(np.asarray(value))]
         rows.append([keys, ref])
     body = {"directory": str(root), "keep": keep, "step": step, "leaves": rows}
+    body["versions"] = {name: item.version for name, item in own.items()}
     count = connection.about["tasks"]
     connection.ask(Kind.SAVE, now, values.blob, count, **body, **values.fields)
 
@@ -78,12 +80,13 @@ def restore(target: Any, root: Path, items: dict[str, Any], how: How) -> dict[st
     body = {"directory": str(root), "leaves": rows, "mesh": target.mesh_code}
     body["how"] = [how.partial, how.cast, dict(how.rename)]
     count = connection.about["tasks"]
-    connection.ask(Kind.RESTORE, connection.runs, count=count, **body)
+    answers = connection.ask(Kind.RESTORE, connection.runs, count=count, **body)
     restored = dict(items)
     if others:  # Small values, which this process reads by itself.
         restored |= read(root, others, how._replace(partial=True))()
-    for item in own.values():
-        master_of(item).restored()
+    versions = answers[0].data(dict[str, Any])["versions"]
+    for name, item in own.items():
+        master_of(item).restored(versions.get(name, 0))
         item._updates.resume(None, 0)
     return restored
 
@@ -111,17 +114,17 @@ def write(
         return nested(storable(leaves, copied=False))
 
     saving = Saving(Path(body["directory"]))
-    saving._start(saving._together(collected), body["step"], body["keep"])
+    saving._start(saving._together(collected), body["versions"], body["step"], body["keep"])
     saving.wait()
 
 
 def read_here(
     body: dict[str, Any], mesh: Mesh, look_up: Callable[[Any], list[Any]]
-) -> dict[int, list[Any]]:
+) -> tuple[dict[int, list[Any]], dict[str, int]]:
     """Reads a checkpoint, together with the other tasks.
 
-    Returns the arrays of each variable by its number. For the arguments see `write`; the specs are
-    of `mesh`.
+    Returns the arrays of each variable by its number, and the versions that were saved. For the
+    arguments see `write`; the specs are of `mesh`.
     """
     templates, places = [], {}
     for keys, place, code, shape, spec in body["leaves"]:
@@ -131,10 +134,11 @@ def read_here(
             template = jax.ShapeDtypeStruct(*kind, sharding=NamedSharding(mesh, decode_spec(spec)))
         templates.append(Leaf(tuple(keys), template))
         places[templates[-1].path] = place
-    restored = read(Path(body["directory"]), nested(templates), How(*body["how"]))()
+    root, items = Path(body["directory"]), nested(templates)
+    restored = read(root, items, How(*body["how"]))()
     arrays: dict[int, list[Any]] = {}
     for leaf in leaves_of(restored):
         if (place := places[leaf.path]) is not None and isinstance(leaf.value, jax.Array):
             number, index = place
             arrays.setdefault(number, list(look_up(["v", number])))[index] = leaf.value
-    return arrays
+    return arrays, versions_in(find(root, items) or root) or {}

@@ -266,10 +266,11 @@ class Task:
         mesh = self._mesh(about["mesh"])
         with self._any_session():
             find = functools.partial(self._arrays.look_up, message.client, message.value)
-            found = checkpoints.read_here(about, mesh, find)
+            found, versions = checkpoints.read_here(about, mesh, find)
         for variable, arrays in found.items():
             self._arrays.bind(variable, arrays)
-        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
+        body = packed(rows=[], versions=versions)
+        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body))
 
     def _found(self, message: Message) -> Callable[[Any], list[Any]]:
         """Returns what finds arrays for a command, given how its body names them."""

@@ -69,9 +69,9 @@ class RemoteMaster(Master):
             if self.is_new:
                 self.store([_zeros(slot) for slot in self.layout.slots])
 
-    def restored(self) -> None:
-        """Notes that the tasks have read the value from a checkpoint, which is one write."""
-        self.written(0)
+    def restored(self, version: int) -> None:
+        """Notes that the tasks have read the value from a checkpoint, saved with this version."""
+        self.version, self._run = max(self.version + 1, version), 0
         if self.state is not None:
             master_of(self.state)._run = 0
 

@@ -137,10 +137,12 @@ def masters_to_restore(
     return masters
 
 
-def put_trees(name: str, variables: Variables, read: dict[str, tuple[Master, list]]) -> None:
+def put_trees(
+    name: str, variables: Variables, read: dict[str, tuple[Master, list]], version: int
+) -> None:
     """Writes trees that were read: to each its master, and its leaves; None for those not stored.
 
-    Those stay as they are. Under the lock.
+    Those stay as they are. The version is the one that was stored, or higher. Under the lock.
     """
     (master, leaves), updates = read[name], variables._updates
 
@@ -156,6 +158,7 @@ def put_trees(name: str, variables: Variables, read: dict[str, tuple[Master, lis
             variables._made_of.pop(slot.path, None)
     with variables._moving() as meter:
         if not leaves or any(leaf is not None for leaf in leaves):
+            master.version = max(master.version, version - 1)
             master.assign(completed(name), current_reader(), meter)
             updates.resume(None, 0)
         if (state := f"{name}:optimizer") in read:

@@ -28,17 +28,17 @@ class NoCheckpointError(VariablesError, FileNotFoundError):
     """There is no checkpoint to restore."""
 
 
-OURS = {"stepcache": {}}
-"""What we save beside the arrays of a checkpoint."""
+def versions_in(path: Path) -> dict[str, int] | None:
+    """The versions of the variables in a checkpoint; None where stepcache has not written it."""
+    try:
+        metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+        return metadata["custom_metadata"]["stepcache"].get("versions", {})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def is_ours(path: Path) -> bool:
-    """Whether stepcache has written a checkpoint."""
-    try:
-        metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-        return "stepcache" in metadata["custom_metadata"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return versions_in(path) is not None
 
 
 def _names_in(directory: Path) -> list[str]:

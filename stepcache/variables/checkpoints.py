@@ -24,7 +24,7 @@ from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_
 from stepcache.pods.rounds import Peers, peers_of
 from stepcache.units import readable_ranks
 from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
-from stepcache.variables.checkpoint_steps import OURS, writing
+from stepcache.variables.checkpoint_steps import writing
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.variables import Variables, locked
 
@@ -67,7 +67,7 @@ class Saving:
         if self._failure is not None:
             raise self._failure
 
-    def _start(self, tree: Any, step: int | None, keep: int) -> None:
+    def _start(self, tree: Any, versions: dict[str, int], step: int | None, keep: int) -> None:
         """Copies the arrays to the host, and starts to write them in the background."""
         import orbax.checkpoint as ocp
 
@@ -75,7 +75,8 @@ class Saving:
             place = writing(self._directory, step, keep)
             path = Path(self._together(lambda: running.enter_context(place), of_first=True))
             checkpointer = running.enter_context(ocp.StandardCheckpointer())
-            save = functools.partial(checkpointer.save, path, tree, custom_metadata=OURS)
+            ours = {"stepcache": {"versions": versions}}
+            save = functools.partial(checkpointer.save, path, tree, custom_metadata=ours)
             self._together.guarded(save)
             _finish_before_exit()
             rest = running.pop_all()
@@ -166,14 +167,17 @@ def save(
             saving._written.set_result(None)
             return saving
         leaves: list[Leaf] = []
+        versions: dict[str, int] = {}
         with locked(items.values()):  # All of one moment.
             for name, item in items.items():
-                trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
+                trees = {name: item}
+                if isinstance(item, Variables):
+                    trees, versions[name] = saved_trees(name, item), item.version
                 leaves += storable(leaves_of(trees), copied=asynchronous)
             tree = nested(leaves)
         reason = "saves, which all processes have to do together"
         saving._together(lambda: None, reason, patient=False)
-        saving._start(tree, step, keep)
+        saving._start(tree, versions, step, keep)
     if not asynchronous:
         saving.wait()
     elif _process_hooks.THREADS_END_EARLY:

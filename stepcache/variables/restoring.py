@@ -28,7 +28,7 @@ from stepcache.variables.checkpoint_items import (
     masters_to_restore,
     put_trees,
 )
-from stepcache.variables.checkpoint_steps import find, is_ours, no_checkpoint, trees_in
+from stepcache.variables.checkpoint_steps import find, no_checkpoint, trees_in, versions_in
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
@@ -75,9 +75,9 @@ def restore(
             `params/encoder/(.*)`, and the path, as `re.sub` has it; the first that matches the
             whole path counts. None leaves a leaf out: with `partial`, a new head stays as it is by
             `{"params/head/.*": None}`.
-        **items: what to restore, by name. `Variables` are restored in place, as one write. Trees of
-            arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for structure, shapes,
-            dtypes and shardings.
+        **items: what to restore, by name. `Variables` are restored in place; their versions never
+            go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
+            structure, shapes, dtypes and shardings.
 
     Returns:
         The restored values by name; for `Variables` the same objects.
@@ -141,7 +141,7 @@ def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str,
             for name, item in items.items():
                 if name in masters:
                     trees = {part: (master, read[part]) for part, master in masters[name].items()}
-                    put_trees(name, item, trees)
+                    put_trees(name, item, trees, stored.versions.get(name, 0))
                     restored[name] = item
                 else:
                     own = [values.get(leaf.path, leaf.value) for leaf in leaves[name]]
@@ -162,13 +162,14 @@ class _Stored:
     Attributes:
         kinds: dtype and shape of each leaf.
         trees: the first key of each leaf: names of items, and of other trees of variables.
+        versions: those that the variables had, by their names.
     """
 
     def __init__(self, path: Path, asked: Collection[str], rename: Mapping[str, str | None]):
         import orbax.checkpoint as ocp
         from etils import epath
 
-        self.directory, self.kinds = path, dict[str, Kind]()
+        self.directory, self.kinds, ours = path, dict[str, Kind](), versions_in(path)
         self._handler = ocp.PyTreeCheckpointHandler()  # A `Checkpointer` would wait for all.
         self._trees: list[tuple[Any, Any, list[str]]] = []  # With its structure and paths here.
         for name in trees_in(path, asked) or [""]:  # Of a `CheckpointManager`, one for each name.
@@ -179,7 +180,7 @@ class _Stored:
             top = [name] if name else []
             paths = ["/".join([*top, *map(key_text, keys)]) for keys, _ in flat]
             tops = {path.partition("/")[0] for path in paths}
-            if not (name or is_ours(path) or tops & {*asked}) and len(asked) == 1:
+            if not (name or ours is not None or tops & {*asked}) and len(asked) == 1:
                 # A tree that orbax's user has saved without a name is the only item asked for.
                 paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
             paths = [_renamed(path, rename) for path in paths]
@@ -188,6 +189,7 @@ class _Stored:
                 self.kinds[path_here] = Kind(np.dtype(x.dtype).name, tuple(x.shape))
         self.kinds.pop(_LEFT_OUT, None)
         self.trees = {path.partition("/")[0] for path in self.kinds}
+        self.versions = ours or {}
 
     def read(self, leaves: list[Leaf]) -> dict[str, Any]:
         """Reads those of some leaves that are stored, each to the sharding of its template."""
