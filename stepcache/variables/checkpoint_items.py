@@ -15,10 +15,10 @@ import numpy as np
 from jax.tree_util import keystr
 
 from stepcache.errors import VariablesError
+from stepcache.pods.global_arrays import is_key
 from stepcache.sharding import current_reader
-from stepcache.variables.describing import abstract
+from stepcache.variables.describing import check_array
 from stepcache.variables.masters import Master
-from stepcache.variables.packing import is_key_type
 from stepcache.variables.variables import Variables
 
 
@@ -48,25 +48,15 @@ class Leaf(NamedTuple):
         value: Any = self.value
         if is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
             value = number
-        if isinstance(value, jax.ShapeDtypeStruct) or abstract(value) is not None:
-            value = jax.eval_shape(jax.random.key_data, value) if is_key(value) else value
-            return Kind(np.dtype(value.dtype).name, tuple(value.shape))
-        what = "a leaf of a checkpoint is not an array"
-        expected = "a jax.Array, a numpy array, or a number of at most 64 bits"
-        got = f"{value!r} of type {type(value).__name__}"[:100]
-        hint = "remove leaves that are not arrays from the tree"
-        raise VariablesError(what, where=self.path, expected=expected, got=got, hint=hint)
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            check_array(value, self.path)
+        value = jax.eval_shape(jax.random.key_data, value) if is_key(value) else value
+        return Kind(np.dtype(value.dtype).name, tuple(value.shape))
 
 
 def key_text(key: Any) -> str:
     """A key of a path as text."""
     return keystr((key,), simple=True)
-
-
-def is_key(value: Any) -> bool:
-    """Whether this is an array of random keys, or a template for one."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and is_key_type(dtype)
 
 
 def is_number(value: Any) -> bool:

@@ -21,9 +21,10 @@ import numpy as np
 
 from stepcache import _process_hooks, jaxcompat
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
+from stepcache.pods.global_arrays import is_key
 from stepcache.pods.rounds import Peers, peers_of
 from stepcache.units import readable_ranks
-from stepcache.variables.checkpoint_items import Leaf, is_key, leaves_of, nested, saved_trees
+from stepcache.variables.checkpoint_items import Leaf, leaves_of, nested, saved_trees
 from stepcache.variables.checkpoint_steps import writing
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.variables import Variables, locked

@@ -96,16 +96,7 @@ def describe(
     named, structure = named_leaves(tree)
     described = []
     for path, leaf in named:
-        aval = abstract(leaf)
-        if aval is None:
-            dtype = getattr(leaf, "dtype", None)  # Such as ">i4", which JAX does not have.
-            raise VariablesError(
-                "a leaf is not an array",
-                where=joined(placing.name, path),
-                expected="a jax.Array, a numpy array or a number",
-                got=type(leaf).__name__ + (f" of dtype {dtype!s}" if dtype is not None else ""),
-                hint="keep what is not an array outside, or in the tree's static parts",
-            )
+        aval = check_array(leaf, joined(placing.name, path))
         sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
         if sharding is not None and isinstance(placing.placement, OnHost):
             device = min(sharding.device_set, key=lambda each: each.id)
@@ -119,6 +110,18 @@ def describe(
                 sharding = placer.place(path_for_rules, aval.shape, "carry").sharding
         described.append(Slot(path, aval.shape, aval.dtype, aval.weak_type, sharding))
     return structure, [leaf for _, leaf in named], tuple(described)
+
+
+def check_array(leaf: Any, where: str) -> Any:
+    """The shape and type of a leaf, as JAX's aval. Raises `VariablesError` if it has none."""
+    if (aval := abstract(leaf)) is None:
+        dtype = getattr(leaf, "dtype", None)  # Such as ">i4", which JAX does not have.
+        got = type(leaf).__name__ + (f" of dtype {dtype!s}" if dtype is not None else "")
+        expected = "a jax.Array, a numpy array or a number of at most 64 bits"
+        hint = "keep what is not an array outside, or in the tree's static parts"
+        what = "a leaf is not an array"
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint)
+    return aval
 
 
 def abstract(leaf: Any) -> Any:

@@ -15,13 +15,12 @@ from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
-from stepcache.pods.global_arrays import placed
+from stepcache.pods.global_arrays import is_key, placed
 from stepcache.units import listed
 from stepcache.variables import checkpoints
 from stepcache.variables.checkpoint_items import (
     Kind,
     Leaf,
-    is_key,
     is_number,
     key_text,
     leaves_of,
