@@ -9,6 +9,7 @@ import numpy as np
 
 import stepcache as sc
 from stepcache.link.processes import Process
+from stepcache.serving.hosts import first_host
 from stepcache.serving.local_transport import address
 from tests import forking
 
@@ -209,3 +210,9 @@ def two(connection, name, value=1.0, size=SIZE, **options):
     first = connection.variables(name, tree, **options)
     other = sc.connect(connection.address)
     return first, other.variables(name, tree, **options)
+
+
+def names_on_one_host(connection, name):
+    """Two names whose variables are of one moment: the moments of two hosts say nothing."""
+    names, hosts = [f"{name}{n}" for n in range(99)], connection.status().hosts
+    return [each for each in names if first_host(each, hosts) == first_host(name, hosts)][:2]

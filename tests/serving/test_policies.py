@@ -11,7 +11,7 @@ import pytest
 import stepcache as sc
 from stepcache.errors import VariablesError
 from stepcache.serving import read_ahead
-from tests.serving.servers import SIZE, Child, two
+from tests.serving.servers import SIZE, Child, names_on_one_host, two
 
 AHEAD = sc.Read(cache="device", max_staleness=1)
 ADD = sc.Write(mode="add")
@@ -153,9 +153,10 @@ def test_a_read_ahead_does_not_hide_what_this_process_wrote(connection, name):
 
 
 def test_values_that_are_read_ahead_are_of_one_moment(connection, name):
-    pair = [connection.variables(f"{name}{n}", ONES, read=AHEAD) for n in range(2)]
+    names = names_on_one_host(connection, name)
+    pair = [connection.variables(each, ONES, read=AHEAD) for each in names]
     with sc.connect(connection.address) as other:
-        theirs = [other.variables(f"{name}{n}", ONES, write=ADD) for n in range(2)]
+        theirs = [other.variables(each, ONES, write=ADD) for each in names]
         is_over = threading.Event()
 
         def write():

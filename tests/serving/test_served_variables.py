@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec
 
 import stepcache as sc
 from stepcache.errors import OptionError, ServerLostError, VariablesError
-from stepcache.serving.hosts import first_host
 from stepcache.serving.transport import place_of
 from stepcache.variables.plan import SERVER_LINK
-from tests.serving.servers import SIZE, two
+from tests.serving.servers import SIZE, names_on_one_host, two
 
 LARGE = 50_000  # Of four bytes each: more than travel inside a message.
 
@@ -139,12 +138,6 @@ def test_a_session_reads_what_it_has_written(connection, name):
     for count in range(1, 5):
         mine.push({"w": np.ones(1, np.float32)})
         assert total(mine, 1.0) == count
-
-
-def names_on_one_host(connection, name):
-    """Two names whose variables are of one moment: the moments of two hosts say nothing."""
-    names, hosts = [f"{name}{n}" for n in range(99)], connection.status().hosts
-    return [each for each in names if first_host(each, hosts) == first_host(name, hosts)][:2]
 
 
 def test_all_values_of_a_call_are_of_one_moment(connection, name):
