@@ -96,7 +96,7 @@ def _is_numeric(dtype: np.dtype) -> bool:
 
 def is_key(value: Any) -> bool:
     """Returns whether a value is an array of PRNG keys, or a template for one."""
-    return jax.numpy.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
 
 
 def pending_ranks() -> set[int]:

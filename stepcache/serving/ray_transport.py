@@ -24,7 +24,7 @@ from stepcache.link.processes import Process
 from stepcache.serving.local_transport import LocalTransport
 from stepcache.serving.messages import JoinRequest, Request, from_plain, to_plain
 from stepcache.serving.shared_memory import Block, Pool
-from stepcache.serving.transport import Received
+from stepcache.serving.transport import READER, Received, is_ending
 
 try:
     import ray
@@ -115,10 +115,16 @@ def _get(references: Any, deadline: float) -> Any:
 
     Between two calls, Python can end the thread with its process.
     """
-    while (left := deadline - time.monotonic()) > _TURN_SECONDS:
+    while (left := deadline - time.monotonic()) > _TURN_SECONDS and not _is_over():
         with contextlib.suppress(GetTimeoutError):
             return ray.get(references, timeout=_TURN_SECONDS)
-    return ray.get(references, timeout=max(left, 0))
+    return ray.get(references, timeout=0 if _is_over() else max(left, 0))
+
+
+def _is_over() -> bool:
+    """Whether this thread may use Ray no more, which would end the process with an error."""
+    is_left = is_ending.is_set() and threading.current_thread().name == READER
+    return is_left or not ray.is_initialized()
 
 
 class RayTransport:
@@ -241,7 +247,7 @@ class RayTransport:
 
     def _check_initialised(self) -> None:
         """Raises if Ray was shut down: a call would start another cluster."""
-        if not ray.is_initialized():
+        if _is_over():
             raise VariablesError(
                 "Ray was shut down in this process", where=f"ray:{self._name}", hint="connect again"
             )

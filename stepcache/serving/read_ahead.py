@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from stepcache import _process_hooks, jaxcompat
+from stepcache.serving import transport
 from stepcache.serving.hosts import Hosts, Versions
 
 _END_SECONDS = 2.0
@@ -17,8 +19,11 @@ _reading: set[Future[Any]] = set()
 
 @_process_hooks.before_threads_end
 def _wait_for_all() -> None:
-    """Ray ends the process if a thread uses it later."""
+    """Ray ends the process, with an error, if a thread uses it later."""
     wait(set(_reading), _END_SECONDS)
+    transport.is_ending.set()
+    if "ray" in sys.modules:
+        wait(set(_reading), _END_SECONDS)  # Until they have seen that.
 
 
 class Arrival(NamedTuple):
@@ -47,7 +52,7 @@ class ReadAhead:
         future: Future[Any] = Future()
         read = functools.partial(self._read, settings, masters, names, known)
         threading.Thread(
-            target=lambda: future.set_result(read()), name="stepcache call", daemon=True
+            target=lambda: future.set_result(read()), name=transport.READER, daemon=True
         ).start()
         _reading.add(future)
         future.add_done_callback(_reading.discard)

@@ -16,6 +16,10 @@ from stepcache.errors import VariablesError
 from stepcache.serving.messages import Refused, Request, Values
 from stepcache.serving.shared_memory import Block
 
+READER = "stepcache read"
+"""Name of the threads that read in the background."""
+is_ending = threading.Event()
+"""Set when the process ends and does not wait for these threads any more."""
 _log = logging.getLogger("stepcache")
 
 

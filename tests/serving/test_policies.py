@@ -116,7 +116,7 @@ def test_what_was_read_ahead_is_one_step_old_and_nobody_waits_for_it(connection,
         arrived(connection)
         theirs.push(ONES)
     assert seen == [0, 0, 1, 2, 3, 4]
-    assert readers == ["MainThread"] + 5 * ["stepcache call"]
+    assert readers == ["MainThread"] + 5 * ["stepcache read"]
 
 
 def test_what_a_read_ahead_moves_is_what_explain_says(connection, name, moved):
