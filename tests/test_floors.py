@@ -55,7 +55,7 @@ SIZES = {
     "serving remote": 10_435,
     "programs": 3_020,
     "calls": 2_197,
-    "variables resident": 4_164,
+    "variables resident": 4_166,
     "pods programs.together": 1_300,
     "storage": 1_800,
     "link": 900,

@@ -165,8 +165,10 @@ def maker_of_arrays(
     if not PRIVATE_API:
         if not committed:
             return lambda shards: jax.device_put(shards[0])
+        kind = sharding.memory_kind
+        places = [SingleDeviceSharding(each, memory_kind=kind) for each in devices]
         return lambda shards: jax.make_array_from_single_device_arrays(
-            shape, sharding, jax.device_put(list(shards), devices)
+            shape, sharding, jax.device_put(list(shards), places)
         )
     aval = core.update_aval_with_sharding(jax.core.ShapedArray(shape, dtype), sharding)
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices, committed)

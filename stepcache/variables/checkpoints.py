@@ -91,11 +91,11 @@ class Saving:
                 self._written.set_exception(error)
                 _log.error("%s: %s", self._together.label, first_line(error))
 
-        _unfinished.append(self)
         try:
             threading.Thread(target=finish, name="stepcache save").start()
         except RuntimeError:  # There can be no more threads.
             finish()
+        _unfinished.append(self)  # Not before: after an interrupt nobody would finish it.
 
 
 def join_all() -> None:

@@ -47,7 +47,8 @@ class Master:
     """Where a value lives. Each kind has six methods of its own: `plan_take` and `take` for a call
     that reads the value, `plan_put` and `put` for one that writes it, `assign`, and `leaves`.
 
-    A kind whose value is in another process, which applies updates there, also has `apply`.
+    A kind whose value is in another process, which applies updates there, also has `apply`. On
+    tasks, which run the steps, nothing is taken or put.
     """
 
     is_resident = False  # Whether the buffers that a step takes are the master copy.

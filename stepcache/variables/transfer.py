@@ -181,7 +181,8 @@ def _split(value: Any, host: Buffer) -> jax.Array:
     whole = _to_numpy(value) if isinstance(value, jax.Array) else np.asarray(value)
     padded = np.zeros(host.size, host.dtype)  # Of its own: JAX may use the memory as it is.
     padded[: whole.size] = whole.reshape(-1)
-    return placed(padded.reshape(host.shape), host.sharding, may_alias=False)
+    with jaxcompat.explicit_transfer():  # As `jax.device_put`, also in a pod.
+        return placed(padded.reshape(host.shape), host.sharding, may_alias=False)
 
 
 def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:

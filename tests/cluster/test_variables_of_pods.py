@@ -257,3 +257,18 @@ def test_a_part_of_a_pod_cannot_save(tmp_path):
         assert all("by all processes of a pod together" in text for text in texts)
         assert all("a session over ranks 1" in text for text in texts)
     assert not (tmp_path / "part").exists()
+
+
+GUARDED = """
+with sc.Session(mesh), jax.transfer_guard_host_to_device("disallow"):
+    state = sc.Variables(np.zeros(5, np.float32), placement=sc.OnHost())
+    state.assign(np.arange(5, dtype=np.float32))
+say("value", *state.value)
+"""
+
+
+@pytest.mark.slow
+def test_values_on_the_hosts_of_a_pod_are_placed_explicitly(tmp_path):
+    """As `jax.device_put` does, which `jax.transfer_guard` allows."""
+    for rank in succeeded(run_pod(tmp_path, GUARDED)):
+        assert rank.said("value") == ["0.0 1.0 2.0 3.0 4.0"], rank.output
