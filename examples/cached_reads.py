@@ -1,12 +1,16 @@
 """Which read policy is really best? A model that one session trains, and another one reads.
 
-Every few steps the trainer pushes what its parameters have gained to `OnHost()` variables; at each
+Every few steps the trainer pushes what its parameters have gained to variables in a server; at each
 step a reader evaluates those on text that is held out. Every policy has variables of its own, in
 one run, so that all meet the same versions. Prints what each moved, what it cost, what it saw.
 
     python examples/cached_reads.py
 """
 
+import atexit
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
 
@@ -21,7 +25,7 @@ from rich.table import Table
 import stepcache as sc
 from stepcache.events import Moved
 
-STEPS, PUSH_EVERY, HOST, DEVICES = 40, 5, "host ↔ device", "device ↔ device"
+STEPS, PUSH_EVERY, SERVER = 40, 5, "server ↔ process"
 EXACT = {
     "cache=None": sc.Read(),
     'cache="device"': sc.Read(cache="device"),
@@ -37,16 +41,19 @@ def evaluate(params, batch):
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
 trainer, reader, pushed = sc.Session(mesh), sc.Session(mesh), jax.device_get(char_lm.params)
+directory = tempfile.mkdtemp()  # The server is a process of its own, which applies the updates.
+process = subprocess.Popen([sys.executable, "-m", "stepcache", "serve", "--variables", directory])
+atexit.register(process.terminate)
+server = sc.connect(f"local:{directory}")
 half = len(text := char_lm.read_text()) // 2
 training = char_lm.batches(text[:half], np.random.default_rng(0))
 held_out = next(char_lm.batches(text[half:], np.random.default_rng(0)))
 served, moved, seconds, losses = {}, {}, Counter(), {}
 with trainer:
     state = {"params": pushed, "optimizer": char_lm.optimizer.init(pushed)}
-    how = {"placement": sc.OnHost(update="host"), "write": sc.Write("add")}
     for name, read in (EXACT | LATE).items():
         moved[name], losses[name] = Counter(), []
-        served[name] = sc.Variables(pushed, read=read, **how)
+        served[name] = server.variables(name, pushed, read=read, write=sc.Write("add"))
 
 sc.recorder.subscribe((events := []).append)
 for step in range(STEPS):
@@ -56,6 +63,7 @@ for step in range(STEPS):
             pushed, last = jax.device_get(state["params"]), pushed
             for each in served.values():
                 each.push(jax.tree.map(np.subtract, pushed, last))
+            events.clear()  # Here, what is read is counted.
     with reader:
         for name, each in served.items():
             started = time.perf_counter()
@@ -65,12 +73,12 @@ for step in range(STEPS):
                 moved[name].update(dict(event.link_bytes) if isinstance(event, Moved) else {})
             events.clear()
 
-table = Table("read policy", "MB from host", "between devices", "ms a step", "mean loss")
+table = Table("read policy", "MB from the server", "ms a step", "mean loss")
 for name, each in moved.items():
-    figures = each[HOST] / 1e6, each[DEVICES] / 1e6, seconds[name] / (STEPS - 1) * 1e3
+    figures = each[SERVER] / 1e6, seconds[name] / (STEPS - 1) * 1e3
     table.add_row(name, *(f"{each:.1f}" for each in figures), f"{np.mean(losses[name]):.3f}")
 print(table)
-from_host = {name: each[HOST] for name, each in moved.items()}
+sent = {name: each[SERVER] for name, each in moved.items()}
 assert all(losses[name] == losses["cache=None"] for name in EXACT)
-assert from_host["cache=None"] == from_host['cache="device"'] * PUSH_EVERY, "once a version"
-assert sorted(from_host, key=from_host.get)[:2] == [*LATE][::-1], "a late reader skips versions"
+assert sent["cache=None"] == sent['cache="device"'] * PUSH_EVERY, "once a version"
+assert sorted(sent, key=sent.get)[:2] == [*LATE][::-1], "a late reader skips versions"

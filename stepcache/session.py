@@ -86,7 +86,7 @@ class Session:
         watch: name of another client of the tasks, whose variables this session may only read.
         deadline: seconds after which waiting for the tasks raises `DeadlineError`: when you read an
             output or variables, or call a step while many runs are pending. The tasks go on,
-            nothing is lost, and you can wait again. Compilations and checkpoints have no deadline.
+            nothing is lost, and you can wait again. Compilations have no deadline.
 
     In a pod (`jax.distributed.initialize`), each process passes its part of a batch along
     `data_axis`, and all other arguments whole. Each process traces and lowers a step. Before a new

@@ -348,23 +348,6 @@ def test_a_copy_that_is_kept_costs_nothing_more(eight, moved):
     assert [event.step for event in moved] == ["<lambda>", "moments", "<lambda>"]
 
 
-def test_what_is_read_ahead_counts(eight):
-    look = sc.step(lambda state: state.sum())
-    with sc.Session(eight) as session:
-        state = hosted(cache="device", max_staleness=1)
-        look(state)
-    with sc.Session(eight):
-        state.assign(np.zeros(10_000, np.float32))
-    with sc.Session(eight, max_step_bytes=8 * V - 1):
-        with pytest.raises(sc.TransferBudgetError) as raised:
-            look(state)
-        assert raised.value.needed_bytes == 8 * V
-    with session:
-        assert float(look(state)) == 10_000
-    with sc.Session(eight, max_step_bytes=0):
-        assert float(look(state)) == 0
-
-
 def test_two_arguments_that_share_a_transfer_count_once(eight):
     look = sc.step(lambda a, b: a.sum() + b.sum())
     with sc.Session(eight, max_step_bytes=8 * V):
@@ -421,7 +404,6 @@ WRITES = {
 }
 WRITTEN = {
     "on the host": sc.OnHost(),
-    "on the host, computed there": sc.OnHost(update="host"),
     "on the devices": sc.Replicated(),
 }
 
@@ -442,9 +424,8 @@ def test_a_push_is_told_of_and_not_judged(placement, write, mesh, eight, moved):
     with sc.Session(**place, max_step_bytes=0):  # Of steps.
         variables.push(update)
     total = sum(size for event in moved for _, size in event.link_bytes)
-    assert (total > 0) is (placement == "on the host" or "computed" in placement)
+    assert (total > 0) is (placement == "on the host")
     assert all(event.step == "moments" for event in moved) and len(moved) == (total > 0)
-    assert variables.moved_bytes >= total
 
 
 def test_a_push_that_only_adds_up_moves_nothing(eight, moved):
@@ -473,7 +454,6 @@ def test_an_assignment_is_told_of(eight, moved):
         state = hosted()
         state.assign(np.zeros(10_000, np.float32))
     assert moved == [Moved("moments", ((HOST_LINK, V),))]
-    assert (state.moved_bytes, state.copy().moved_bytes) == (V, 0)
 
 
 def test_restoring_is_told_of(eight, moved, tmp_path):
@@ -488,5 +468,5 @@ def test_restoring_is_told_of(eight, moved, tmp_path):
     moved.clear()
     with sc.Session(eight):
         sc.restore(tmp_path, value=state)
-    assert moved == [Moved("moments", ((HOST_LINK, 2 * V),))]
+    assert moved == [Moved("moments", ((HOST_LINK, V),))] * 2
     np.testing.assert_array_equal(kept, state.value)

@@ -424,26 +424,6 @@ def test_a_closed_session_without_a_mesh_refuses_calls_also_after_hits():
     step(np.ones(7))
 
 
-def test_sessions_without_a_mesh_tell_readers_of_variables_apart():
-    """One that writes reads its own writes at once; another may be late, as its policy says."""
-    total = sc.step(lambda state: state.sum())
-    writer, reader = sc.Session(), sc.Session()
-    state = sc.Variables(
-        np.zeros(4, np.float32),
-        placement=sc.OnHost(update="host"),
-        read=sc.Read(cache="device", max_staleness=5),
-        write=sc.Write("add"),
-    )
-    with reader:
-        assert float(total(state)) == 0.0
-    with writer:
-        state.push(np.ones(4, np.float32))
-    with reader:
-        assert float(total(state)) == 0.0
-    with writer:
-        assert float(total(state)) == 4.0
-
-
 # ---- sessions and programs -------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ _RAISE_SECONDS = 3.0  # How long the main thread may wait for a device before it
 _LEAVE_SECONDS = 30.0  # How long it may wait for a device after it has raised the loss.
 _LAST_SECONDS = 6.0  # How long rank 0, and with it the service, outlives a loss.
 _KEPT_EVENTS = 1024  # A process that was suspended reads what it has missed.
-_OF_TRANSPORT = re.compile(
+OF_TRANSPORT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|"
     r"coordination ?service|UNAVAILABLE",
     re.IGNORECASE,
@@ -138,7 +138,7 @@ class Watch:
             return
         if not self.lost.is_set():
             of_jax = isinstance(error, RuntimeError | ValueError)  # Sockets raise others.
-            if not (of_jax and _OF_TRANSPORT.search(str(error))):
+            if not (of_jax and OF_TRANSPORT.search(str(error))):
                 return
             self._append("suspect")
             deadline = time.monotonic() + _ANSWER_SECONDS

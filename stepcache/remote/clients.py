@@ -11,7 +11,7 @@ import numpy as np
 
 from stepcache.link import plain
 from stepcache.link.processes import Process
-from stepcache.remote.messages import BLOCKS, Kind, Message, packed, places_in
+from stepcache.remote.messages import BLOCKS, Message, packed, places_in
 from stepcache.serving.messages import MalformedMessageError
 
 MAX_NAME = 200
@@ -39,23 +39,6 @@ class Form:
 
 
 @dataclass
-class Asked:
-    """What all tasks do together, and answer.
-
-    Attributes:
-        kind: `SAVE` or `RESTORE`.
-        waiting: tasks that have not answered.
-        failed: by task that it failed on, why.
-        blocks: shared memory that it brings.
-    """
-
-    kind: Kind
-    waiting: set[int]
-    blocks: list[Any]
-    failed: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass
 class Client:
     """A client.
 
@@ -68,7 +51,6 @@ class Client:
         done: by task, the last run that it has done.
         told: the last run that the client knows to be done on all tasks.
         failed: by run, which tasks have said that it failed, and why; until all have.
-        asked: by number, what all tasks do together, until all have answered.
         forms: its call forms, by number.
         opened: opens the blocks of shared memory that it names.
         blocks: those of runs that some task has not done, and the numbers of these runs.
@@ -85,7 +67,6 @@ class Client:
     done: list[int] = field(default_factory=list)
     told: int = 0
     failed: dict[int, tuple[set[int], str]] = field(default_factory=dict)
-    asked: dict[int, Asked] = field(default_factory=dict)
     forms: OrderedDict[int, Form] = field(default_factory=OrderedDict)
     opened: Any = None
     blocks: deque[tuple[int, list[Any]]] = field(default_factory=deque)
@@ -110,7 +91,7 @@ class Client:
         """Notes that tasks have been started, and know nothing yet."""
         self.done, self._slowest = [0] * tasks, tasks
         self.runs = self.told = 0
-        for each in (self.failed, self.asked, self.forms, self.blocks):
+        for each in (self.failed, self.forms, self.blocks):
             each.clear()
 
     def form(self, number: int, about: dict[str, Any]) -> Form:
@@ -160,63 +141,31 @@ class Client:
         if len(tasks) == len(self.done):
             del self.failed[number]
 
-    def answers(self, task: int, number: int, why: str) -> tuple[str, list[int]] | None:
-        """Notes the answer of a task to a command, which may be one that all do together.
-
-        Returns what happened and on which tasks, if these have come apart. `why` is empty if the
-        command has not failed.
-        """
-        if (asked := self.asked.get(number)) is None:
-            return None
-        asked.waiting.discard(task)
-        if why:
-            asked.failed[task] = why
-        if asked.waiting:
-            return None
-        del self.asked[number]
-        has_changed = asked.kind is Kind.RESTORE and len(asked.failed) < len(self.done)
-        return self.apart_in(asked) if asked.failed and has_changed else None
-
-    def apart(self, what: str, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
-        """Returns what to say of a command that failed on some tasks alone, and these."""
+    def apart(self, run: int, tasks: Iterable[int], why: str) -> tuple[str, list[int]]:
+        """Returns what to say of a run that failed on some tasks alone, and these."""
         who = ", ".join(f"task {task}" for task in sorted(tasks))
-        return f"{what} of {self} failed on {who} alone: {why}", sorted(tasks)
-
-    def apart_in(self, asked: Asked) -> tuple[str, list[int]]:
-        """Returns the same of what all do together."""
-        return self.apart(asked.kind.name.lower(), asked.failed, next(iter(asked.failed.values())))
+        return f"run {run} of {self} failed on {who} alone: {why}", sorted(tasks)
 
     def done_by_some(self) -> tuple[str, list[int]] | None:
         """Returns the same of a run that others have done; None for none."""
         for number, (tasks, why) in self.failed.items():
             others = (done for task, done in enumerate(self.done) if task not in tasks)
             if any(done >= number for done in others):
-                return self.apart(f"run {number}", tasks, why)
+                return self.apart(number, tasks, why)
         return None
 
     def __str__(self) -> str:
         return f"client {self.name!r}" if self.name else f"client {self.process.partition('.')[0]}"
 
 
-def failed_alone(
-    clients: Mapping[int, Client],
-) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
-    """Returns commands that failed on some tasks, and that the others have come to.
+def failed_alone(clients: Mapping[int, Client]) -> dict[tuple[int, int], tuple[str, list[int]]]:
+    """Returns runs that failed on some tasks, and that the others have come to.
 
-    Those may wait in a collective, for ever. By client, kind and number, it is what `apart` says.
+    Those may wait in a collective, for ever. By client and number, it is what `apart` says.
     """
-    found = {}
-    for number, client in clients.items():
-        for run, (tasks, why) in client.failed.items():
-            if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks):
-                found[number, "run", run] = client.apart(f"run {run}", tasks, why)
-        for n, asked in client.asked.items():
-            # The tasks that have not answered have done all runs that came before.
-            if asked.failed and all(
-                each.done[task] >= each.done[other]
-                for each in clients.values()
-                for task in asked.waiting
-                for other in asked.failed
-            ):
-                found[number, asked.kind.name, n] = client.apart_in(asked)
-    return found
+    return {
+        (number, run): client.apart(run, tasks, why)
+        for number, client in clients.items()
+        for run, (tasks, why) in client.failed.items()
+        if all(done + 1 >= run for n, done in enumerate(client.done) if n not in tasks)
+    }

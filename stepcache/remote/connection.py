@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from stepcache.errors import TaskError
+from stepcache.pods.watch import OF_TRANSPORT
 from stepcache.remote.link import Link
 from stepcache.remote.messages import Kind, Message, Values, packed, receive_array
 from stepcache.serving.shared_memory import INLINE_BYTES, Opened, Pool
@@ -15,6 +17,7 @@ from stepcache.units import counted
 IN_FLIGHT, IN_FLIGHT_BYTES = 32, 256 << 20
 """Runs of one client that may be under way, and bytes of their values outside shared memory."""
 _SOON_ANSWERED = (Kind.FETCH, Kind.OPEN, Kind.STATUS)
+_LOSS_SECONDS = 2.0
 _FREE_AT_ONCE = 128
 _FREE_BYTES = 64 << 20
 
@@ -95,7 +98,15 @@ class Connection(Link):
     def check(self, number: int) -> None:
         """Raises `TaskError` if a run is known to have failed."""
         if (why := self._failures.get(number)) is not None:
+            self._raise_if_lost_by(why, self.incarnation)
             raise TaskError(f"a step failed on the tasks: {why}", where=f"run {number}")
+
+    def _raise_if_lost_by(self, why: str, incarnation: int) -> None:
+        """Raises `RankLostError` where tasks say of a killed one only that they do not reach it."""
+        deadline = time.monotonic() + _LOSS_SECONDS
+        while OF_TRANSPORT.search(why) and time.monotonic() < deadline:
+            self._receive(0.1)
+            self.raise_if_lost(incarnation)
 
     def command(self, kind: Kind, value: int = 0, number: int = 0, **about: Any) -> None:
         """Sends a command that is neither a run nor answered."""
@@ -144,8 +155,10 @@ class Connection(Link):
             self._replies.pop(number, None)
         for each in found:
             if each.kind in (Kind.FAILED, Kind.REFUSED):
+                why = each.data(dict[str, Any])["why"]
+                self._raise_if_lost_by(why, incarnation)
                 what = "the tasks refuse: " if each.kind is Kind.REFUSED else ""
-                raise TaskError(what + each.data(dict[str, Any])["why"], where="the tasks")
+                raise TaskError(what + why, where="the tasks")
         return found
 
     def define(self, about: dict[str, Any], exported: bytes) -> tuple[int, dict[str, Any]]:

@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepcache.errors import first_line
-from stepcache.remote.clients import MAX_NAME, Asked, Client, failed_alone
+from stepcache.remote.clients import MAX_NAME, Client, failed_alone
 from stepcache.remote.messages import COMMANDS, Kind, Message, packed
 from stepcache.remote.program_table import Programs
 from stepcache.serving.messages import MalformedMessageError
 from stepcache.serving.shared_memory import Opened
-
-_ASKED = frozenset((Kind.SAVE, Kind.RESTORE))
-_BRINGING = frozenset((Kind.RUN, Kind.PUT, Kind.SAVE))  # Commands that may bring values.
 
 
 @dataclass
@@ -120,12 +117,9 @@ class Coordinator:
             output.lost = client.done_by_some()
         elif kind in (Kind.DATA, Kind.FAILED) and client is not None:
             output.clients.append((message.client, message._replace(value=task)))
-            why = message.data(dict[str, Any]).get("why", "") if kind is Kind.FAILED else ""
             if kind is Kind.FAILED and message.value in (Kind.RUN, Kind.PUT):
-                client.fails(task, message.number, why)
+                client.fails(task, message.number, message.data(dict[str, Any]).get("why", ""))
                 output.lost = client.done_by_some()
-            elif kind is Kind.DATA or message.value in _ASKED:
-                output.lost = client.answers(task, message.number, why)
         elif kind is Kind.DROP and client is not None:
             client.not_dropped_by.discard(task)
             if not client.not_dropped_by:
@@ -135,8 +129,8 @@ class Coordinator:
             output.clients += [(each, message._replace(number=n)) for each, n in waiting]
         return output
 
-    def failed_alone(self) -> dict[tuple[int, str, int], tuple[str, list[int]]]:
-        """Returns commands that failed on some tasks, and that the others have come to."""
+    def failed_alone(self) -> dict[tuple[int, int], tuple[str, list[int]]]:
+        """Returns runs that failed on some tasks, and that the others have come to."""
         return failed_alone(self._served)
 
     @property
@@ -275,7 +269,7 @@ class Coordinator:
         if kind is Kind.PROGRAM:
             return self._program(number, message)
         about: dict[str, Any] = {}
-        if message.body and kind in _BRINGING:
+        if message.body and kind in (Kind.RUN, Kind.PUT):  # They may bring values.
             about = message.data(dict[str, Any])
             try:
                 message, blocks = client.with_blocks(message, about)
@@ -292,8 +286,6 @@ class Coordinator:
                     found.version += 1
         elif kind is Kind.BIND and (found := self._by_variable.get(message.value)) is not None:
             found.version += 1
-        elif kind in _ASKED:
-            client.asked[message.number] = Asked(kind, set(range(self.tasks)), blocks)
         if kind in (Kind.RUN, Kind.PUT):
             client.runs = message.number
             if blocks:

@@ -39,9 +39,7 @@ class Kind(IntEnum):
     BIND = 4  # Make arrays the value of a variable.
     FETCH = 5  # Send arrays.
     FREE = 6  # Drop arrays.
-    SAVE = 7  # Write variables and arrays to a checkpoint.
-    RESTORE = 8  # Read them.
-    DROP = 9  # Drop everything that a client holds.
+    DROP = 7  # Drop everything that a client holds.
     HELLO = 20  # A client or a task introduces itself.
     WELCOME = 21
     OPEN = 22  # Asks for variables by name.

@@ -25,7 +25,6 @@ from stepcache.calls.step_spec import Request, StepSpec
 from stepcache.engine import Engine
 from stepcache.errors import CarryError, OptionError, TaskError
 from stepcache.jaxcompat.specs import decode_spec, encode_dtype, encode_spec
-from stepcache.remote import checkpoints
 from stepcache.remote.arrays import ArrayType, RemoteArray
 from stepcache.remote.calls import Arguments, CallPlan, Groups, RemoteProgram, kind_of
 from stepcache.remote.clients import MAX_FORMS
@@ -105,16 +104,6 @@ class Target:
                 hint="remove it: the value is where the steps run",
             )
 
-    def save(self, root: Any, items: dict[str, Any], keep: int, step: int | None) -> None:
-        """Has the tasks write a checkpoint; see `checkpoints.save`."""
-        with self.lock, self._entered():
-            checkpoints.save(self, root, items, keep, step)
-
-    def restore(self, root: Any, items: dict[str, Any], how: Any) -> dict[str, Any]:
-        """Has the tasks read a checkpoint; see `checkpoints.restore`."""
-        with self.lock, self._entered():
-            return checkpoints.restore(self, root, items, how)
-
     def push(self, variables: Variables, update: Any, mode: str) -> None:
         """Adds an update to variables, or passes it to their optimizer, on the tasks."""
         with self.lock, self._entered():
@@ -135,10 +124,12 @@ class Target:
     def ready_state(self, variables: Variables) -> Variables:
         """Returns the variables that hold an optimizer's state, and makes them if need be."""
         master = master_of(variables)
-        if master.state is None:
-            init, places = variables.write.optimizer.init, state_places(variables)
-            state = self._own_step(("init", id(init), places), placed(init, places), ())(variables)
-            master.state = Variables(state, name=f"{variables.name}/optimizer")
+        with self.lock, self._entered():
+            if master.state is None:
+                init, places = variables.write.optimizer.init, state_places(variables)
+                key = ("init", id(init), places)
+                state = self._own_step(key, placed(init, places), ())(variables)
+                master.state = Variables(state, name=f"{variables.name}/optimizer")
         return master.state
 
     def _entered(self) -> contextlib.AbstractContextManager:

@@ -26,7 +26,6 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 
-import stepcache
 from stepcache._process_hooks import signals_handled
 from stepcache.errors import RankLostError, first_line
 from stepcache.jaxcompat.specs import decode_spec
@@ -111,8 +110,9 @@ class Task:
         """Returns whether the next run is of this client, and is done already."""
         if not self._pending or self._pending[0][0] != client:
             return False
-        arrays = self._pending[0][2]
-        return not arrays or arrays[0].is_deleted() or arrays[0].is_ready()
+        if not (arrays := self._pending[0][2]) or arrays[0].is_deleted():
+            return True
+        return hasattr(arrays[0], "is_ready") and arrays[0].is_ready()  # Random keys do not say.
 
     def _form(self, message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the call form of a run, and the body of its message."""
@@ -251,27 +251,6 @@ class Task:
         body = packed(rows=rows, **values.fields)
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, values.blob))
 
-    def _save(self, message: Message) -> None:
-        from stepcache.remote import checkpoints
-
-        about = message.data(dict[str, Any])
-        with self._any_session():
-            checkpoints.write(about, self._found(message), self._values(message, about))
-        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, packed(rows=[])))
-
-    def _restore(self, message: Message) -> None:
-        from stepcache.remote import checkpoints
-
-        about = message.data(dict[str, Any])
-        mesh = self._mesh(about["mesh"])
-        with self._any_session():
-            find = functools.partial(self._arrays.look_up, message.client, message.value)
-            found, versions = checkpoints.read_here(about, mesh, find)
-        for variable, arrays in found.items():
-            self._arrays.bind(variable, arrays)
-        body = packed(rows=[], versions=versions)
-        self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body))
-
     def _found(self, message: Message) -> Callable[[Any], list[Any]]:
         """Returns what finds arrays for a command, given how its body names them."""
 
@@ -283,17 +262,6 @@ class Task:
             return found
 
         return find
-
-    @contextlib.contextmanager
-    def _any_session(self) -> Iterator[None]:
-        """Context manager of what all tasks do together, once they have done all runs before."""
-        while self._pending:  # Where one fails alone, it is known that the others wait for it.
-            self._finish()
-        mesh = next(iter(self._meshes.values()), None)
-        with contextlib.ExitStack() as stack:
-            if mesh is not None:
-                stack.enter_context(stepcache.Session(mesh, data_axis=None))
-            yield
 
 
 def _of_key_data(sharding: Any) -> Any:

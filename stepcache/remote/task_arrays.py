@@ -33,10 +33,12 @@ class Arrays:
     def look_up(self, client: int, number: int, ref: Sequence[Any]) -> list[Any]:
         """Returns the arrays that a reference of run `number` names, or what stands for them.
 
-        The reference is `["v", variable]`, or `["o", runs ago, first, count]`.
+        The reference is `["o", runs ago, first, count]`, `["v", variable]`, or of some of its
+        leaves `["v", variable, first, count]`.
         """
         if ref[0] == "v":
-            return self._variables.get(ref[1], [_MISSING])
+            found = self._variables.get(ref[1], [_MISSING])
+            return found[ref[2] : ref[2] + ref[3]] if len(ref) > 2 else found
         _, ago, first, count = ref
         found = self._outputs.get((client, number - ago), [])[first : first + count]
         found = [_MISSING if each is None else each for each in found]

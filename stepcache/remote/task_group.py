@@ -68,7 +68,7 @@ class TaskGroup:
         self._clients: dict[int, _Peer] = {}
         self._tasks: dict[int, _Peer] = {}
         self._failures, self._had_clients = 0, False
-        self._alone: dict[tuple[int, str, int], float] = {}  # Failed on some tasks; since when.
+        self._alone: dict[tuple[int, int], float] = {}  # Failed on some tasks; since when.
         self._start()
 
     def _launched(self) -> Sequence[Launched]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +21,8 @@ from stepcache.variables.packing import Layout, Packed, Slot, is_key_type, layou
 from stepcache.variables.plan import SERVER_LINK
 from stepcache.variables.transfer import Meter
 
+_BATCH_BYTES = 256 << 20
+
 
 class RemoteMaster(Master):
     """A master copy on the tasks. Steps read and write it there; nothing moves.
@@ -36,7 +38,7 @@ class RemoteMaster(Master):
 
     def __init__(self, target: Any, name: str, layout: Layout):
         super().__init__(Packed(layout, ()))
-        self.target = target
+        self.target, self.lock = target, target.lock
         self._connection, self._name = target.connection, name
         self.stand_ins = [
             jaxcompat.stand_in(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
@@ -69,11 +71,9 @@ class RemoteMaster(Master):
             if self.is_new:
                 self.store([_zeros(slot) for slot in self.layout.slots])
 
-    def restored(self, version: int) -> None:
-        """Notes that the tasks have read the value from a checkpoint, saved with this version."""
-        self.version, self._run = max(self.version + 1, version), 0
-        if self.state is not None:
-            master_of(self.state)._run = 0
+    def own_state(self) -> Master:
+        self.revive()
+        return master_of(self.target.ready_state(self.owner()))
 
     def written(self, run: int) -> None:
         """Notes that a run writes the value."""
@@ -86,12 +86,14 @@ class RemoteMaster(Master):
         self._connection.ready()
         self.check_not_lost(self._name)
         meter[SERVER_LINK] += self.layout.size_bytes
-        what = [["v", self.number]], self._connection.runs, self.stand_ins
-        values = fetch_refs(self._connection, *what, self._incarnation)
+        slots, values, batches = self.layout.slots, [], _batches(self.layout.slots)
+        with self.lock if len(batches) > 1 else contextlib.nullcontext():  # All of one moment.
+            for each in batches:
+                ref = ["v", self.number, each.start, each.stop - each.start]
+                what = [ref], self._connection.runs, self.stand_ins[each]
+                values += fetch_refs(self._connection, *what, self._incarnation)
         self._connection.check(self._run)
-        return [
-            _as_given(value, slot) for value, slot in zip(values, self.layout.slots, strict=True)
-        ]
+        return [_as_given(value, slot) for value, slot in zip(values, slots, strict=True)]
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         self._connection.ready()
@@ -118,12 +120,18 @@ class RemoteMaster(Master):
         self._incarnation = connection.ready()
         pairs = zip(self.layout.slots, leaves, strict=True)
         own = [(slot, leaf) for slot, leaf in pairs if not isinstance(leaf, RemoteArray)]
-        run = self._put(own) if own else 0
-        now, indices = connection.runs, itertools.count()
-        refs = [
-            leaf.ref(now) if isinstance(leaf, RemoteArray) else ["o", now - run, next(indices), 1]
-            for leaf in leaves
-        ]
+        sent: list[tuple[int, int]] = []  # The run and the output that each of them is.
+        for each in _batches([slot for slot, _ in own]) if own else ():
+            run = self._put(own[each])
+            sent += [(run, index) for index in range(each.stop - each.start)]
+        now, places = connection.runs, iter(sent)
+        refs = []
+        for leaf in leaves:
+            if isinstance(leaf, RemoteArray):
+                refs.append(leaf.ref(now))
+            else:
+                run, index = next(places)
+                refs.append(["o", now - run, index, 1])
         connection.command(Kind.BIND, self.number, now, refs=refs)
         for leaf in leaves:
             if isinstance(leaf, RemoteArray):
@@ -230,6 +238,17 @@ def fed(value: Any, kind: Any, values: Values) -> Any:
         data = np.asarray(jax.random.key_data(value))
         return [values.add(data), str(jax.random.key_impl(value))]
     return values.add(np.asarray(value, kind.dtype))
+
+
+def _batches(slots: Sequence[Slot]) -> list[slice]:
+    """Which leaves a message brings together: it has a largest size."""
+    batches, first, size_bytes = [], 0, 0
+    for index, slot in enumerate(slots):
+        if index > first and size_bytes + slot.size_bytes > _BATCH_BYTES:
+            batches.append(slice(first, index))
+            first, size_bytes = index, 0
+        size_bytes += slot.size_bytes
+    return [*batches, slice(first, len(slots))]
 
 
 def _sent_bytes(leaves: Sequence[Any]) -> int:

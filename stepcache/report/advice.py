@@ -210,9 +210,9 @@ def _policies(variables: Variables, carried: bool) -> Iterator[tuple[Placement, 
     """Yields those of now, and others that could take their place."""
     placement, read, write = variables.placement, variables.read, variables.write
     reads = [Read(), Read(cache="device")]
-    if not carried:
-        reads += [Read(cache="device", max_staleness=late) for late in _LATE]
     if variables._master.applies_updates:
+        if not carried:
+            reads += [Read(cache="device", max_staleness=late) for late in _LATE]
         found = [(placement, each, write) for each in (read, *reads)]
         if _pushes(variables, carried):
             found += [(placement, read, replace(write, every=each)) for each in _EVERY]

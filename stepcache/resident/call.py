@@ -219,7 +219,5 @@ class ResidentCall:
             return each
 
         if self.carried:
-            outputs = form.put_back(self._spec.parameters.carry, outputs, put)
-        for each, reader in self._readers():
-            self._master_of(each).ahead(reader, self.meter)
+            return form.put_back(self._spec.parameters.carry, outputs, put)
         return outputs

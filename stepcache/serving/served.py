@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
+from stepcache.serving.copies import Copies, Copy
 from stepcache.serving.hosts import Hosts, Versions
 from stepcache.serving.read_ahead import Arrival
 from stepcache.variables import transfer
-from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.masters import Master, Reader
 from stepcache.variables.packing import Layout, Packed, shards_bytes
 from stepcache.variables.plan import HOST_LINK, SERVER_LINK, Links, Transfer, links
@@ -175,11 +176,12 @@ class Served(Master):
         copy = self._granted or self._serving(reader)[0]
         self._granted = None
         if fetched is not None:
-            self._copies.fetches += 1
+            self.fetches += 1
             self._copies.keep(self.version, fetched)
             kept = fetched
         else:
             assert copy is not None
+            self.hits += 1
             self._copies.served(copy, self.version if self._is_asked else None)
             kept = copy.value
         if self._is_asked:
@@ -212,13 +214,13 @@ class Served(Master):
         self._copies.saw(session, self.version)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+        meter[HOST_LINK] += _on_devices(leaves)
         self._write("assign", list(map(np.asarray, leaves)), session, meter)
 
     def apply(
         self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
     ) -> None:
-        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+        meter[HOST_LINK] += _on_devices(leaves)
         self._write(mode, list(map(np.asarray, leaves)), session, meter, on_kept=on_kept)
 
     def leaves(self, meter: Meter) -> list[Any]:
@@ -230,6 +232,11 @@ class Served(Master):
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self._seen)
+
+
+def _on_devices(leaves: Sequence[Any]) -> int:
+    """Bytes of leaves that numpy copies from the devices."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _number(version: Versions) -> int:

@@ -16,29 +16,29 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from stepcache.errors import VariablesError
 
+OURS: dict[str, Any] = {"stepcache": {}}
+"""What orbax's custom metadata say of a checkpoint of stepcache."""
+
 # A replaced checkpoint is there until the new one of its step is whole.
 _STEP = re.compile(r"step_(?P<number>\d{8,})(?P<replaced>\.replaced)?")
-_UNFINISHED = re.compile(r"step_\d{8,}\.(removed|orbax-checkpoint-tmp.*)")
+_UNFINISHED = re.compile(r"step_\d{8,}\.(removed|replaced|orbax-checkpoint-tmp.*)")
 
 
 class NoCheckpointError(VariablesError, FileNotFoundError):
     """There is no checkpoint to restore."""
 
 
-def versions_in(path: Path) -> dict[str, int] | None:
-    """The versions of the variables in a checkpoint; None where stepcache has not written it."""
+def is_ours(path: Path) -> bool:
+    """Whether stepcache has written a checkpoint."""
     try:
         metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-        return metadata["custom_metadata"]["stepcache"].get("versions", {})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def is_ours(path: Path) -> bool:
-    return versions_in(path) is not None
+        return OURS.keys() <= metadata["custom_metadata"].keys()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
 
 
 def _names_in(directory: Path) -> list[str]:
@@ -72,7 +72,6 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
         what = "a save would write into another checkpoint"
         hint = "name another directory: each save makes one of its step below it"
         raise VariablesError(what, where=str(directory), got="a checkpoint", hint=hint)
-    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         _clean(directory)
@@ -87,52 +86,42 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
             target.rename(target.with_suffix(".replaced"))
         try:
             yield target
+            others = [path for path in steps_in(directory) if path.stem != target.name]
+            for path in list(filter(is_ours, others))[keep - 1 :]:
+                path.rename(path.with_suffix(".removed"))  # Its readers see all of it, or nothing.
         finally:
             _clean(directory)
-            with contextlib.suppress(OSError):
-                if is_new:
-                    directory.rmdir()  # If the first save has failed: nothing is in it.
-        others = [path for path in steps_in(directory) if path != target]
-        for path in list(filter(is_ours, others))[keep - 1 :]:
-            _remove(path)
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Context manager of the only process that saves to a directory. A killed one has no lock."""
-    with contextlib.ExitStack() as stack:
-        opened = os.open(directory, os.O_RDONLY)
-        stack.callback(os.close, opened)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            stack.callback(fcntl.flock, opened, fcntl.LOCK_UN)  # A forked child may have it open.
-        except BlockingIOError:
-            what = "another process is writing a checkpoint to this directory"
-            hint = "have each program save to a directory of its own"
-            raise VariablesError(what, where=str(directory), hint=hint) from None
-        except OSError:
-            pass  # A file system without locks.
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        what = "another process is writing a checkpoint to this directory"
+        hint = "have each program save to a directory of its own"
+        raise VariablesError(what, where=str(directory), hint=hint) from None
+    except OSError:
+        pass  # A file system without locks.
+    try:
         yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # A forked child may have it open.
+        os.close(opened)
 
 
 def _clean(directory: Path) -> None:
     """Removes what saves did not finish, and puts back what they would have replaced."""
     for path in map(directory.joinpath, _names_in(directory)):
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == ".replaced" and _STEP.fullmatch(path.name):
-            if path.with_suffix("").exists():
-                _remove(path)
-            else:
+            if path.suffix == ".replaced" and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
-
-
-def _remove(path: Path) -> None:
-    """Removes a checkpoint, atomically for its readers."""
-    removed = path.with_suffix(".removed")
-    with contextlib.suppress(OSError):
-        path.rename(removed)
-        shutil.rmtree(removed)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def find(path: Path, items: Collection[str]) -> Path | None:

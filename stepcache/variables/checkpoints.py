@@ -1,6 +1,7 @@
 """`save`: writes variables, pytrees and numbers to a directory that orbax can read too.
 
-Arrays are stored as nested dicts by path, versions and the like in orbax's custom metadata.
+A leaf is stored below its item under the keys of its path, as text: `params/layers/0/w`. Variables
+with an optimizer are two trees: `params` is the value, `params:optimizer` the optimizer's state.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import functools
 import logging
 import operator
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from stepcache import _process_hooks, jaxcompat
 from stepcache.errors import StepCacheError, VariablesError, first_line, refuse_url
 from stepcache.pods.global_arrays import is_key
 from stepcache.pods.rounds import Peers, peers_of
 from stepcache.units import readable_ranks
-from stepcache.variables.checkpoint_items import Leaf, leaves_of, nested, saved_trees
-from stepcache.variables.checkpoint_steps import writing
-from stepcache.variables.describing import check_not_tracing
+from stepcache.variables.checkpoint_steps import OURS, writing
+from stepcache.variables.describing import check_array, check_not_tracing
+from stepcache.variables.masters import Master
 from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
@@ -42,7 +45,7 @@ class Saving:
         self._directory = directory
         self._written: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: VariablesError | None = None
-        self._is_agreed, self._agreeing = False, threading.Lock()
+        self._agreeing = threading.Lock()
 
     @property
     def done(self) -> bool:
@@ -57,28 +60,27 @@ class Saving:
             RankLostError: a process of the pod was lost.
         """
         with self._agreeing:  # Another thread may wait, too.
-            if not self._is_agreed:
+            if self in _unfinished:
                 try:
                     self._together(self._written.result)
                 except VariablesError as error:
                     self._failure = error
-                self._is_agreed = True
-            if self in _unfinished:
                 _unfinished.remove(self)
         if self._failure is not None:
             raise self._failure
 
-    def _start(self, tree: Any, versions: dict[str, int], step: int | None, keep: int) -> None:
+    def _start(self, tree: Any, step: int | None, keep: int) -> None:
         """Copies the arrays to the host, and starts to write them in the background."""
         import orbax.checkpoint as ocp
 
         with contextlib.ExitStack() as running:
             place = writing(self._directory, step, keep)
-            path = Path(self._together(lambda: running.enter_context(place), of_first=True))
+            reason = "saves, which all processes have to do together"
+            begin = functools.partial(running.enter_context, place)
+            path = Path(self._together(begin, reason, patient=False, of_first=True))
             checkpointer = running.enter_context(ocp.StandardCheckpointer())
-            ours = {"stepcache": {"versions": versions}}
-            save = functools.partial(checkpointer.save, path, tree, custom_metadata=ours)
-            self._together.guarded(save)
+            save = functools.partial(checkpointer.save, path, tree, custom_metadata=OURS)
+            self._together.guarded(save)  # Others may wait in it for one that fails.
             _finish_before_exit()
             rest = running.pop_all()
 
@@ -162,23 +164,16 @@ def save(
     with _saving:
         for unfinished in list(_unfinished):
             unfinished.wait()
-        saving, step = Saving(root), _step_number(items)
-        if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
-            target.save(root, items, keep, step)
-            saving._written.set_result(None)
-            return saving
+        saving, step = Saving(root), None
+        with contextlib.suppress(KeyError, TypeError):  # There may be none, or something else.
+            step = given if (given := operator.index(items["step"])) >= 0 else None
         leaves: list[Leaf] = []
-        versions: dict[str, int] = {}
         with locked(items.values()):  # All of one moment.
             for name, item in items.items():
-                trees = {name: item}
-                if isinstance(item, Variables):
-                    trees, versions[name] = saved_trees(name, item), item.version
+                trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
                 leaves += storable(leaves_of(trees), copied=asynchronous)
             tree = nested(leaves)
-        reason = "saves, which all processes have to do together"
-        saving._together(lambda: None, reason, patient=False)
-        saving._start(tree, versions, step, keep)
+        saving._start(tree, step, keep)
     if not asynchronous:
         saving.wait()
     elif _process_hooks.THREADS_END_EARLY:
@@ -189,14 +184,6 @@ def save(
 def path_of(directory: str | os.PathLike) -> Path:
     refuse_url(directory, VariablesError, "directory")
     return Path(directory).expanduser().resolve()
-
-
-def _step_number(items: dict[str, Any]) -> int | None:
-    try:
-        number = operator.index(items.get("step"))  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    return number if number >= 0 else None
 
 
 def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
@@ -220,6 +207,109 @@ def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
         if 0 not in kind.shape:
             stored.append(leaf._replace(value=value))
     return stored
+
+
+# ---- what a checkpoint holds ---------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """The name of a leaf's dtype, and its shape. A random key's are those of its data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Leaf(NamedTuple):
+    """A leaf of an item: an array, a number, or a `jax.ShapeDtypeStruct`."""
+
+    keys: tuple[str, ...]  # Of the item, and of the path in it.
+    value: Any
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.keys)
+
+    @property
+    def kind(self) -> Kind:
+        """Raises `VariablesError` if the leaf is no array and no number."""
+        value: Any = self.value
+        if is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
+            value = number
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            check_array(value, self.path)
+        value = jax.eval_shape(jax.random.key_data, value) if is_key(value) else value
+        return Kind(np.dtype(value.dtype).name, tuple(value.shape))
+
+
+def key_text(key: Any) -> str:
+    """A key of a path as text."""
+    return keystr((key,), simple=True)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+def leaves_of(trees: dict[str, Any]) -> list[Leaf]:
+    """The leaves of some items, in the order of their trees."""
+    return [
+        Leaf((name, *map(key_text, keys)), value)
+        for name, tree in trees.items()
+        for keys, value in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def nested(leaves: list[Leaf]) -> dict[str, Any]:
+    """The values of some leaves as nested dicts, which is what orbax stores.
+
+    Raises:
+        VariablesError: there are none, or two would be one in the checkpoint.
+    """
+    if not leaves:
+        raise VariablesError("there is nothing to save", expected="an array, or a number")
+    tree: dict[str, Any] = {}
+    names: set[str] = set()
+    for leaf in leaves:
+        *above, last = leaf.keys
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {}) if type(node) is dict else node
+        name = ".".join(filter(None, re.split("[/.]", leaf.path)))  # At least so orbax names it.
+        if type(node) is not dict or last in node or name in names:
+            what = "two leaves have the same path in a checkpoint"
+            expected = 'keys that differ by more than their type (1 and "1"), "/" and "."'
+            raise VariablesError(what, where=leaf.path, expected=expected, hint="rename a key")
+        node[last] = leaf.value
+        names.add(name)
+    return tree
+
+
+def masters_of(name: str, variables: Variables, *, has_state: bool = True) -> dict[str, Master]:
+    """The master copies of the trees that variables are stored as, by name. Under their lock.
+
+    `has_state` says whether an optimizer's state is one of them.
+    """
+    masters = {name: variables._master}
+    with variables._moving() as meter:
+        state = variables._updates.saved_state(variables._master, meter) if has_state else None
+    return masters if state is None else masters | {f"{name}:optimizer": state}
+
+
+def saved_trees(name: str, variables: Variables) -> dict[str, Any]:
+    """The trees that variables are stored as. Under their lock."""
+    variables._updates.check_none_pending()
+    trees = {}
+    for part, master in masters_of(name, variables).items():
+        master.check_not_lost(variables.name)
+        with variables._moving() as meter:
+            trees[part] = master.layout.tree.unflatten(master.leaves(meter))
+    return trees
+
+
+# ---- all processes together ----------------------------------------------------------------------
 
 
 class Together:

@@ -14,9 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from stepcache.errors import VariablesError
-from stepcache.sharding import processes_of
 from stepcache.variables import transfer
-from stepcache.variables.copies import Copies, Copy
 from stepcache.variables.describing import Parameters, Placing, describe, stand_in
 from stepcache.variables.packing import (
     PACKED_BELOW_BYTES,
@@ -53,10 +51,12 @@ class Master:
 
     is_resident = False  # Whether the buffers that a step takes are the master copy.
     applies_updates = False
+    hits = fetches = 0  # Reads that a copy has served, and that have fetched the value.
     # What reads several masters in one go, as they are at one moment: `read_together`, and ahead of
     # the next call `read_ahead`.
     source: Any = None
     owner: Any = None  # A weak reference to the variables, of masters that need them.
+    lock: Any = None  # Which steps hold that run where the value is, and lock no variables.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -85,11 +85,12 @@ class Master:
         """Copies of the leaves."""
         raise NotImplementedError
 
-    def ahead(self, reader: Reader, meter: Meter) -> None:
-        """Starts to read a newer value for the next step, if the copy may not serve that."""
-
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
+
+    def own_state(self) -> Master | None:
+        """The state of the optimizer, of a master that applies updates and shows it."""
+        return None
 
     def copied(self) -> Master:
         """A master copy on the devices of the same value, of version 0."""
@@ -127,8 +128,7 @@ class Master:
         def template(slot: Slot) -> Any:
             if slot.weak_type and not slot.shape:  # orbax does not keep the type of a number.
                 return slot.dtype.type(0).item()
-            is_key = is_key_type(slot.dtype)
-            place = slot.sharding if is_key else self._place_of(slot)
+            place, is_key = self._place_of(slot), is_key_type(slot.dtype)
             if place is None and not is_key:  # In this process's memory, of which it takes none.
                 return np.broadcast_to(np.zeros((), slot.dtype), slot.shape)
             return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=place)
@@ -193,26 +193,26 @@ class InHostMemory(Master):
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
-        self._copies, self._is_read_ahead = Copies(policy), False
+        self._copy: tuple[int, Packed] | None = None  # On the devices, of a version.
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
-        copy, why = self._serving(reader)
         devices = max((len(home.device_set) for home in self.host_layout.homes), default=1)
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
-        way, readers = ("host", "devices", "gather"), reader.arguments
-        moved = links(*self.host_layout.bytes)
-        if copy is None:
-            return (Transfer(variable, self.version, *way, chosen, readers, moved),)
-        there = ("host", "devices", "none", why, readers)
-        planned = (Transfer(variable, copy.version, *there),)
-        if self._copies.is_last_use(copy, self.version):
-            why = f"{chosen}, in the background for the next step"
-            planned += (Transfer(variable, self.version, *way, why, readers, moved),)
-        return planned
+        way, why, moved = "gather", chosen, links(*self.host_layout.bytes)
+        if self._is_copied:
+            way, why, moved = "none", f"a copy of version {self.version} is there", ()
+        there = (variable, self.version, "host", "devices", way, why, reader.arguments, moved)
+        return (Transfer(*there),)
 
-    def _serving(self, reader: Reader) -> tuple[Copy | None, str]:
-        return self._copies.serving(reader.session, self.version, carried=reader.carried)
+    @property
+    def _is_copied(self) -> bool:
+        """Whether there is a copy of the current version."""
+        return self._copy is not None and self._copy[0] == self.version
+
+    def _keep(self, packed: Packed) -> None:
+        if self._policy.cache is not None:
+            self._copy = self.version, packed
 
     def on_devices(self) -> Sequence[Any]:
         return self.host_layout.on_device
@@ -232,26 +232,19 @@ class InHostMemory(Master):
         if reader.in_program and self._crosses_in_program:
             # Committed arrays would commit the call, and all that it returns, to their device.
             self.packed = transfer.free(self.packed)
-            self._copies.fetches += 1
+            self.fetches += 1
             meter.read(self.host_layout)
             return Packed(self.host_layout, self.packed.buffers)
-        copy, _ = self._serving(reader)
-        self._is_read_ahead = copy is not None and self._copies.is_last_use(copy, self.version)
-        if copy is not None:
-            self._copies.served(copy, self.version)
-            packed = copy.value
+        if self._copy is not None and self._is_copied:
+            _, packed = self._copy
+            self.hits += 1
         else:
             packed = transfer.read(self.packed, self.host_layout, meter)
-            self._copies.fetches += 1
-            self._copies.keep(self.version, packed)
+            self.fetches += 1
+            self._keep(packed)
         if reader.carried:
-            self._copies.drop()  # The program will donate it.
+            self._copy = None  # The program will donate it.
         return packed
-
-    def ahead(self, reader: Reader, meter: Meter) -> None:
-        if self._is_read_ahead:
-            packed = transfer.read(self.packed, self.host_layout, meter, ahead=True)
-            self._copies.keep(self.version, packed)
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         way = ("devices", "host", "scatter", "every share crosses once", reader.arguments)
@@ -260,46 +253,28 @@ class InHostMemory(Master):
 
     def put(self, packed: Packed, session: Any, meter: Meter) -> None:
         written = transfer.write(packed, self.host_layout, meter)
-        self._write(Packed(self.layout, written), session)
+        self.write(Packed(self.layout, written))
         if packed.layout is self.layout:
-            self._copies.keep(self.version, transfer.free(packed))
+            self._keep(transfer.free(packed))
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        packed = transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter)
-        self._write(packed, session)
-
-    def _write(self, packed: Packed, session: Any) -> None:
-        self.write(packed)
-        self._copies.saw(session, self.version)
+        self.write(transfer.pack_on_hosts(leaves, self.layout, self.host_layout, meter))
 
     def leaves(self, meter: Meter) -> list[Any]:
         return transfer.look(self.packed, self.host_layout, meter)
 
-    def looked_at(self, session: Any) -> None:
-        self._copies.saw(session, self.version)
-
     def follow(self, master: InHostMemory) -> None:
-        """Takes the value of a master of another mesh, and the versions that sessions have seen."""
+        """Takes the value of a master of another mesh."""
         if self.version != master.version:
-            leaves, layouts = master.leaves(Meter()), (self.layout, self.host_layout)
-            self.packed = transfer.pack_on_hosts(leaves, *layouts, Meter())
-        self.version, self._copies.known = master.version, master._copies.known
-
-    def on_host(self) -> Packed:
-        """The value in the memory of this host, in the shapes that it has on the devices."""
-        layout, whole = self.host_layout, transfer.in_device_shape
-        rows = zip(self.packed.buffers, layout.on_host, layout.on_device, strict=True)
-        buffers = (whole(x, at) if host or not at.size else x for x, host, at in rows)
-        return Packed(self.layout, tuple(buffers))
-
-    def store(self, packed: Packed, session: Any) -> None:
-        """Makes what was computed on the host the value. It crosses no link."""
-        self._write(transfer.store(packed.buffers, self.layout, self.host_layout), session)
+            self.assign(master.leaves(Meter()), None, Meter())
+            self.version = master.version
 
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
 
     def _place_of(self, slot: Slot) -> Sharding | None:
+        if is_key_type(slot.dtype):  # It stays on the devices.
+            return slot.sharding
         array = self.packed.buffers[slot.buffer]
         is_whole = array.is_fully_addressable or array.shape != slot.shape  # Else split by rules.
         return None if is_whole or slot.offset is not None else array.sharding
@@ -317,10 +292,5 @@ def hold(
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if placing.pack else 0)
     if not isinstance(placing.placement, OnHost):
         return OnDevices(transfer.pack(leaves, layout))
-    mesh, update = placing.placer.mesh if placing.placer else None, placing.placement.update
-    if update == "host" and mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
-        what = "OnHost(update=…) needs the whole value in one process, and each process of a pod "
-        what += "holds a share"
-        raise VariablesError(what, where=placing.name, expected="'device'", got=repr(update))
-    on_host = host_layout(layout, mesh, placing.name)
+    on_host = host_layout(layout, placing.placer.mesh if placing.placer else None, placing.name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

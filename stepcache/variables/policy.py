@@ -18,7 +18,6 @@ from stepcache.sharding import Rules
 
 CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
-UPDATES = ("device", "host")
 _WIRE = (
     "it only costs time on one machine; store the values in the dtype that is to travel, such as "
     "bfloat16"
@@ -103,7 +102,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class OnHost:
+class OnHost(_Policy):
     """The master copy is in host memory, split evenly over the hosts of the devices.
 
     A step copies the value to its devices. If the step carries it, the new value is copied back;
@@ -115,14 +114,13 @@ class OnHost:
 
     Attributes:
         on_device: sharding of the value while a step uses it: `Replicated()` or `Sharded(rules)`.
-        update: where `push` runs the optimizer: on the "device", or on the "host".
 
     The idea is ZeRO-Offload's (Ren et al., 2021): optimizer state does not need to be on the
     device between steps.
     """
 
     on_device: Replicated | Sharded = Replicated()
-    update: Literal["device", "host"] = "device"
+    _gone: ClassVar = {"update": "serve the variables (`connect`): their host applies updates"}
 
     def __post_init__(self):
         check(
@@ -132,7 +130,6 @@ class OnHost:
             "Replicated() or Sharded(rules)",
             self.on_device,
         )
-        check_choices(self, update=UPDATES)
 
     def __str__(self) -> str:
         return f"on the host, read {self.on_device}"
@@ -153,9 +150,9 @@ class Read(_Policy):
     Attributes:
         cache: None copies the value at each call of a step. "device" keeps a copy in device memory,
             which is valid while its version is the newest: a write invalidates it for all readers.
-        max_staleness: number of steps that a copy may serve after the last call at which it was
-            known to be current. For the next step after those, a newer value is read in the
-            background, while the last of them computes; this takes device memory for one more copy.
+        max_staleness: of variables in a server, the number of steps that a copy may serve after the
+            last call at which it was known to be current. For the next step after those, a newer
+            value is read in the background, while the last of them computes.
 
     Every device copies its share of a value from the host, and all of them gather.
 
@@ -244,3 +241,7 @@ def check_policies(placement: object, read: object, write: object) -> None:
             where="Variables(read=...)",
             hint="remove it, or use placement=OnHost()",
         )
+    if read.max_staleness:
+        what = f"{read} would do nothing: no other process writes, and a copy is always current"
+        hint = "remove max_staleness=, which is for variables on servers"
+        raise OptionError(what, where="Variables(read=...)", hint=hint)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,32 +18,19 @@ from jax.sharding import SingleDeviceSharding
 from stepcache import jaxcompat
 from stepcache.errors import VariablesError
 from stepcache.pods.global_arrays import is_key, placed
+from stepcache.sharding import current_reader
 from stepcache.units import listed
 from stepcache.variables import checkpoints
-from stepcache.variables.checkpoint_items import (
-    Kind,
-    Leaf,
-    is_number,
-    key_text,
-    leaves_of,
-    masters_to_restore,
-    put_trees,
-)
-from stepcache.variables.checkpoint_steps import find, no_checkpoint, trees_in, versions_in
+from stepcache.variables.checkpoint_steps import find, is_ours, no_checkpoint, trees_in
+from stepcache.variables.checkpoints import Kind, Leaf, is_number, key_text, leaves_of, masters_of
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
+from stepcache.variables.transfer import Meter
+from stepcache.variables.updates import NONE_PENDING
 from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
 _LEFT_OUT = ""  # The path of leaves that `rename` leaves out.
-
-
-class How(NamedTuple):
-    """How leaves may differ from those that are stored; see `restore`."""
-
-    partial: bool = False
-    cast: bool = False
-    rename: Mapping[str, str | None] = {}
 
 
 def restore(
@@ -74,9 +63,9 @@ def restore(
             `params/encoder/(.*)`, and the path, as `re.sub` has it; the first that matches the
             whole path counts. None leaves a leaf out: with `partial`, a new head stays as it is by
             `{"params/head/.*": None}`.
-        **items: what to restore, by name. `Variables` are restored in place; their versions never
-            go back. Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for
-            structure, shapes, dtypes and shardings.
+        **items: what to restore, by name. `Variables` are restored in place, which is a write.
+            Trees of arrays or `jax.ShapeDtypeStruct`s, and numbers, are templates for structure,
+            shapes, dtypes and shardings.
 
     Returns:
         The restored values by name; for `Variables` the same objects.
@@ -90,21 +79,13 @@ def restore(
     check_not_tracing("nothing can be restored", "restore")
     jaxcompat.check_not_forked(f"{directory} was to be restored")
     checkpoints.join_all()
-    root, how = checkpoints.path_of(directory), How(partial, cast, rename or {})
-    if (target := getattr(jaxcompat.entered_session(), "target", None)) is not None:
-        return target.restore(root, items, how)
-    return read(root, items, how)()
-
-
-def read(root: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, Any]]:
-    """Reads some items, in all processes of the pod: if that fails in one, all raise.
-
-    Returns what puts the values in place: it changes variables, and returns the restored values.
-    """
+    root = checkpoints.path_of(directory)
     together = _together(root)
     if not (found := together(lambda: find(root, items) or "", of_first=True)):
         raise no_checkpoint(root)  # In all processes.
-    return together(lambda: _read(Path(found), items, how))
+    read = functools.partial(_read, Path(found), items, partial, cast, rename or {})
+    put_in_place = together(read)
+    return put_in_place()
 
 
 def _together(root: Path) -> checkpoints.Together:
@@ -112,42 +93,71 @@ def _together(root: Path) -> checkpoints.Together:
     return checkpoints.Together(f"restoring {root}", what)
 
 
-def _read(path: Path, items: dict[str, Any], how: How) -> Callable[[], dict[str, Any]]:
-    """Reads some items of one checkpoint."""
-    stored = _Stored(path, items, how.rename)
-    masters: dict[str, dict[str, Master]] = {}
-    templates: dict[str, Any] = {}
+def _read(
+    path: Path,
+    items: dict[str, Any],
+    partial: bool,
+    cast: bool,
+    rename: Mapping[str, str | None],
+) -> Callable[[], dict[str, Any]]:
+    """Reads some items of one checkpoint. Returns what puts the values in place: it changes the
+    variables, and returns what is restored.
+    """
+    stored = _Stored(path, items, rename)
+    parts: list[tuple[str, Master | None, list[Leaf]]] = []  # By the item that they are of.
     for name, item in items.items():
+        masters: dict[str, Master | None] = {name: None}
         if isinstance(item, Variables):
-            masters[name] = masters_to_restore(name, item, stored.trees, how.partial)
-            templates |= {part: master.templates() for part, master in masters[name].items()}
-        else:
-            templates[name] = item
-    leaves = {name: leaves_of({name: tree}) for name, tree in templates.items()}
-    every = [leaf for rows in leaves.values() for leaf in rows]
-    _check_same(stored, every, items, how)
+            with locked([item]):
+                has_state = f"{name}:optimizer" in stored.trees or not partial
+                masters = {**masters_of(name, item, has_state=has_state)}
+        for part, master in masters.items():
+            tree = item if master is None else master.templates()
+            parts.append((name, master, leaves_of({part: tree})))
+    every = [leaf for *_, leaves in parts for leaf in leaves]
+    _check_same(stored, every, items, partial, cast)
     values = stored.read(every)
-    read = {name: [values.get(leaf.path) for leaf in rows] for name, rows in leaves.items()}
-    for name, parts in masters.items():
-        for part, master in parts.items():
-            stays = [value is None for value in read[part]]
-            if any(stays) and not (part == name and all(stays)):
-                master.check_not_lost(items[name].name)
+
+    def whole(name: str, master: Master | None, leaves: list[Leaf]) -> list[Any] | None:
+        """All leaves of a part: those that are not stored as they are. None if nothing is read."""
+        read, now = [values.get(leaf.path) for leaf in leaves], [leaf.value for leaf in leaves]
+        missing = [value is None for value in read]
+        if master is not None and any(missing):
+            if all(missing):
+                return None
+            master.check_not_lost(items[name].name)
+            now = master.leaves(Meter())
+        return [old if value is None else value for value, old in zip(read, now, strict=True)]
 
     def put() -> dict[str, Any]:
-        restored = {}
+        restored = dict(items)
         with locked(items.values()):
-            for name, item in items.items():
-                if name in masters:
-                    trees = {part: (master, read[part]) for part, master in masters[name].items()}
-                    put_trees(name, item, trees, stored.versions.get(name, 0))
-                    restored[name] = item
-                else:
-                    own = [values.get(leaf.path, leaf.value) for leaf in leaves[name]]
-                    restored[name] = jax.tree_util.tree_structure(item).unflatten(own)
+            new = list(itertools.starmap(whole, parts))
+            for (name, master, leaves), values_of in zip(parts, new, strict=True):
+                item = items[name]
+                if master is None:
+                    restored[name] = jax.tree_util.tree_structure(item).unflatten(values_of)
+                elif values_of is not None:
+                    _put(item, master, values_of)
+                    for leaf in leaves:  # The processes of a pod have what was read from one file.
+                        if leaf.path in values:
+                            item._made_of.pop("/".join(leaf.keys[1:]), None)
         return restored
 
     return put
+
+
+def _put(variables: Variables, master: Master, leaves: list[Any]) -> None:
+    """Writes the leaves of the value, or of the optimizer's state, to its master."""
+    own, updates = variables._master, variables._updates
+    with variables._moving() as meter:
+        if master is own or own.applies_updates:
+            master.assign(leaves, current_reader(), meter)
+        else:  # Perhaps of other dtypes.
+            tree = master.layout.tree.unflatten(leaves)
+            updates.state = updates.held_state(tree, own, meter)
+    if master is own:
+        updates.pending = NONE_PENDING
 
 
 def stored_kinds(path: Path) -> dict[str, Kind]:
@@ -161,14 +171,13 @@ class _Stored:
     Attributes:
         kinds: dtype and shape of each leaf.
         trees: the first key of each leaf: names of items, and of other trees of variables.
-        versions: those that the variables had, by their names.
     """
 
     def __init__(self, path: Path, asked: Collection[str], rename: Mapping[str, str | None]):
         import orbax.checkpoint as ocp
         from etils import epath
 
-        self.directory, self.kinds, ours = path, dict[str, Kind](), versions_in(path)
+        self.directory, self.kinds = path, dict[str, Kind]()
         self._handler = ocp.PyTreeCheckpointHandler()  # A `Checkpointer` would wait for all.
         self._trees: list[tuple[Any, Any, list[str]]] = []  # With its structure and paths here.
         for name in trees_in(path, asked) or [""]:  # Of a `CheckpointManager`, one for each name.
@@ -179,7 +188,7 @@ class _Stored:
             top = [name] if name else []
             paths = ["/".join([*top, *map(key_text, keys)]) for keys, _ in flat]
             tops = {path.partition("/")[0] for path in paths}
-            if not (name or ours is not None or tops & {*asked}) and len(asked) == 1:
+            if not (name or is_ours(path) or tops & {*asked}) and len(asked) == 1:
                 # A tree that orbax's user has saved without a name is the only item asked for.
                 paths = [f"{next(iter(asked))}/{path}".rstrip("/") for path in paths]
             paths = [_renamed(path, rename) for path in paths]
@@ -188,36 +197,35 @@ class _Stored:
                 self.kinds[path_here] = Kind(np.dtype(x.dtype).name, tuple(x.shape))
         self.kinds.pop(_LEFT_OUT, None)
         self.trees = {path.partition("/")[0] for path in self.kinds}
-        self.versions = ours or {}
 
     def read(self, leaves: list[Leaf]) -> dict[str, Any]:
         """Reads those of some leaves that are stored, each to the sharding of its template."""
         import orbax.checkpoint as ocp
 
-        templates = {leaf.path: leaf.value for leaf in leaves if leaf.path in self.kinds}
+        asked = {leaf.path: leaf.value for leaf in leaves if leaf.path in self.kinds}
         read: dict[str, Any] = {}
         for directory, structure, paths in self._trees:
-            if not templates.keys() & {*paths}:
+            if not asked.keys() & {*paths}:
                 continue
-            targets, options = [], []
-            for path in paths:
-                template = templates.get(path)
-                where = None if is_key(template) else _sharding_for(template)
-                targets.append(np.zeros(()) if path in templates else ...)
-                options.append(
-                    ocp.ArrayRestoreArgs(sharding=where)
-                    if where is not None
-                    else ocp.RestoreArgs(restore_type=np.ndarray)
-                )
+            places = [
+                _sharding_for(asked[path]) if path in asked and not is_key(asked[path]) else None
+                for path in paths
+            ]
+            options = [
+                ocp.ArrayRestoreArgs(sharding=place)
+                if place is not None
+                else ocp.RestoreArgs(restore_type=np.ndarray)
+                for place in places
+            ]
+            targets = [np.zeros(()) if path in asked else ... for path in paths]
             item, restore_args = map(structure.unflatten, (targets, options))
             args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
             tree = self._handler.restore(directory, args=args)
             read |= zip(paths, structure.flatten_up_to(tree), strict=True)
         for leaf in leaves:
-            if leaf.path not in templates and 0 in leaf.kind.shape:
-                templates[leaf.path] = leaf.value
-                read[leaf.path] = np.zeros(leaf.kind.shape, leaf.kind.dtype)
-        return {path: _like(path, template, read[path]) for path, template in templates.items()}
+            if 0 in (kind := leaf.kind).shape:  # Orbax stores no such arrays.
+                read[leaf.path] = np.zeros(kind.shape, kind.dtype)
+        return {leaf.path: _like(leaf, read[leaf.path]) for leaf in leaves if leaf.path in read}
 
 
 def _renamed(path: str, rename: Mapping[str, str | None]) -> str:
@@ -228,7 +236,9 @@ def _renamed(path: str, rename: Mapping[str, str | None]) -> str:
     return path
 
 
-def _check_same(stored: _Stored, leaves: list[Leaf], items: Collection[str], how: How) -> None:
+def _check_same(
+    stored: _Stored, leaves: list[Leaf], items: Collection[str], partial: bool, cast: bool
+) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
     paths, kinds = {leaf.path for leaf in leaves}, stored.kinds
     absent = [leaf for leaf in leaves if leaf.path not in kinds and 0 not in leaf.kind.shape]
@@ -236,13 +246,13 @@ def _check_same(stored: _Stored, leaves: list[Leaf], items: Collection[str], how
     what, rows = f"the items do not match the checkpoint {stored.directory}", []
     for leaf in leaves:
         kind = kinds.get(leaf.path, leaf.kind)
-        if not _is_compatible(kind, leaf, how.cast):
+        if not _is_compatible(kind, leaf, cast):
             hint = "restore(..., cast=True) converts it"
             if kind.shape != leaf.kind.shape:
                 pattern = re.escape(leaf.path)
                 hint = f"to leave it as it is: partial=True, rename={{{pattern!r}: None}}"
             rows.append((leaf.path, leaf.kind, kind, hint))
-    if not how.partial:
+    if not partial:
         hint = "restore(..., partial=True) restores the leaves that both have"
         rows += [(leaf.path, leaf.kind, "no such leaf", hint) for leaf in absent]
         tops = dict.fromkeys(path.partition("/")[0] for path in more)
@@ -264,15 +274,15 @@ def _is_compatible(stored: Kind, leaf: Leaf, cast: bool) -> bool:
     """Whether what was stored can be restored as the leaf."""
     if stored.shape != leaf.kind.shape or stored == leaf.kind or is_key(leaf.value):
         return stored == leaf.kind
-    if _is_of_updates(leaf.path) or not is_number(leaf.value):
-        return cast or _is_of_updates(leaf.path)
+    if not is_number(leaf.value):
+        return cast or _is_of_updates(leaf)
     dtype, number = np.dtype(stored.dtype), type(leaf.value)
     return (dtype.kind == "b") is (number is bool) and np.can_cast(dtype, number, "same_kind")
 
 
-def _is_of_updates(path: str) -> bool:
+def _is_of_updates(leaf: Leaf) -> bool:
     """Whether a leaf is of an optimizer's state, which may be of the dtypes of the gradients."""
-    return ":" in path.partition("/")[0]
+    return ":" in leaf.keys[0]
 
 
 def _sharding_for(template: Any) -> Any:
@@ -282,11 +292,11 @@ def _sharding_for(template: Any) -> Any:
     return template.sharding if isinstance(template, jax.Array) and template.committed else None
 
 
-def _like(path: str, template: Any, read: Any) -> Any:
-    """What was read at a path, in the type and sharding of its template."""
+def _like(leaf: Leaf, read: Any) -> Any:
+    """What was read of a leaf, in the type and sharding of its template."""
+    template = leaf.value
     if is_number(template):
-        number = np.asarray(read).item()
-        return number if _is_of_updates(path) else type(template)(number)
+        return type(template)(np.asarray(read).item())
     if is_key(template):
         if not is_key(read):
             impl: list[Any] = []
@@ -294,7 +304,7 @@ def _like(path: str, template: Any, read: Any) -> Any:
             data: Any = np.asarray(read)
             read = jax.random.wrap_key_data(data, impl=impl[0])
         return placed(read, _sharding_for(template))
-    if read.dtype != template.dtype and not _is_of_updates(path):
+    if read.dtype != template.dtype and not _is_of_updates(leaf):
         read = read.astype(template.dtype)
     if isinstance(template, np.ndarray | np.generic):
         return np.asarray(read)[()] if isinstance(template, np.generic) else np.asarray(read)

@@ -83,34 +83,6 @@ class HostLayout(Layout):
             for buffer, host, device in zip(buffers, self.on_host, self.on_device, strict=True)
         ]
 
-    def read_ahead(self, buffers: Sequence[Any]) -> list[Any]:
-        """As `read`, but starts at once, beside a step that is running. Devices run one program
-        after the other, but these copies are no program. Each buffer costs more than in `read`.
-        """
-        places, is_split = self._arrivals
-        read = jax.device_put(list(buffers), places)
-        return self._gather(read) if is_split else read
-
-    @functools.cached_property
-    def _arrivals(self) -> tuple[list[Any], bool]:
-        """What sharding each buffer is copied to, and whether a program has to gather any."""
-        pairs: Any = list(zip(self.on_host, self.on_device, strict=True))
-        places = [
-            at.sharding if host is None else host.sharding.with_memory_kind("device")
-            for host, at in pairs
-        ]
-        shapes = [(host or at).shape for host, at in pairs]
-        whole = [(at.shape, at.sharding) for at in self.on_device]
-        return places, list(zip(shapes, places, strict=True)) != whole
-
-    @functools.cached_property
-    def _gather(self) -> Any:
-        """The compiled program from shards on the devices to buffers."""
-        return jaxcompat.jit(
-            lambda buffers: list(map(_restored, buffers, self.on_device)),
-            out_shardings=[device.sharding for device in self.on_device],
-        )
-
     @functools.cached_property
     def write(self) -> Any:
         """The compiled program from buffers on the devices to shards on the hosts."""

@@ -42,7 +42,6 @@ from stepcache.variables.transfer import Meter
 from stepcache.variables.updates import Updates
 
 _numbers = itertools.count(1)
-_counting = threading.Lock()
 
 
 class Variables(NoTree, Holder):
@@ -134,7 +133,7 @@ class Variables(NoTree, Holder):
         """Takes a value, without pending updates or optimizer state."""
         self._master, self._views = master, dict[Any, Any]()  # Under the lock.
         activity_log.watch(self)
-        self._made_of, self._moved_bytes = {}, 0  # The first in pods, until it is compared.
+        self._made_of = {}  # In pods, until it is compared.
         self._updates = Updates(self._placing, self.write)
 
     def _tokens(self, tree: Any) -> dict[str, str]:
@@ -165,11 +164,6 @@ class Variables(NoTree, Holder):
     def nbytes(self) -> int:
         """Bytes of the value, however many devices hold it."""
         return self._layout.size_bytes
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that `assign`, `push` and other methods moved; steps count theirs in `stats()`."""
-        return self._moved_bytes
 
     @property
     def value(self) -> Any:
@@ -291,8 +285,6 @@ class Variables(NoTree, Holder):
             yield meter
         finally:
             meter.emit(self.name)
-            with _counting:  # Not the lock of the variables: to look does not wait for a step.
-                self._moved_bytes += sum(meter.values())
 
     @property
     def _layout(self) -> Layout:
@@ -356,8 +348,7 @@ class Variables(NoTree, Holder):
 
     def _held(self) -> Held:
         """What the run report says of the variables."""
-        copies = getattr(self._master, "_copies", None)  # None where steps take the master copy.
-        hits, reads = (copies.hits, copies.hits + copies.fetches) if copies else (0, 0)
+        hits, reads = self._master.hits, self._master.hits + self._master.fetches
         read = str(self.read) if self.read != Read() else ""
         return Held(self.name, self.version, self.nbytes, str(self.placement), read, reads, hits)
 
@@ -378,7 +369,9 @@ def locked(items: Iterable[Any]) -> Iterator[None]:
     each other. An interrupt while it waits for one lets go of the others.
     """
     variables = {item for item in items if isinstance(item, Variables)}
-    yield from _holding([each._lock for each in sorted(variables, key=lambda x: x._number)])
+    in_order = sorted(variables, key=lambda each: each._number)
+    others = [each._master.lock for each in in_order if each._master.lock is not None]
+    yield from _holding([*(each._lock for each in in_order), *others])
 
 
 def _holding(locks: list[Any]) -> Iterator[None]:

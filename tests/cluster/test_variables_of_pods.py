@@ -143,18 +143,6 @@ def test_what_was_saved_goes_on_on_another_number_of_processes(
         assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_needs_the_whole_in_one_process_is_refused(shared_pod, tmp_path):
-    script = """
-    with sc.Session(mesh):
-        try:
-            sc.Variables(np.ones(8), placement=sc.OnHost(update="host"))
-        except sc.VariablesError as error:
-            say("refused", str(error).splitlines()[0])
-    """
-    for rank in succeeded(shared_pod(2).run(tmp_path, script)):
-        assert len(rank.said("refused")) == 1
-
-
 def test_all_processes_find_that_nothing_was_saved(shared_pod, tmp_path):
     script = """
     with sc.Session(mesh):

@@ -106,14 +106,12 @@ class Network:
             assert {row[1] for row in about["blocks"]} <= {each.number for each in self.held}
         if message.kind is Kind.PROGRAM:
             reply = Message(Kind.READY, 0, incarnation, 0, message.value, packed(specs=[]))
-        elif message.kind is Kind.RUN:
+        elif message.kind in (Kind.RUN, Kind.PUT):
             self.outputs[task].add((message.client, message.number))
             reply = Message(Kind.DONE, message.client, incarnation, message.number)
         elif message.kind is Kind.DROP:
             self.outputs[task] = {row for row in self.outputs[task] if row[0] != message.client}
             reply = Message(Kind.DROP, message.client, incarnation)
-        elif message.kind in (Kind.SAVE, Kind.RESTORE):
-            reply = Message(Kind.DATA, message.client, incarnation, message.number, 0, packed())
         else:
             return
         self.send(self.coordinator.from_task(task, reply))
@@ -217,7 +215,7 @@ def test_a_run_that_fails_on_all_tasks_is_an_error_of_that_run():
     client = network.hello()
     network.tell(client, Kind.RUN, 1, 1, form=FORM)
     assert failed(network, client, 0, 1).lost is None
-    assert list(network.coordinator.failed_alone()) == [(client, "run", 1)]  # So far.
+    assert list(network.coordinator.failed_alone()) == [(client, 1)]  # So far.
     assert failed(network, client, 1, 1).lost is None
     network.work_all()
     assert not network.coordinator.failed_alone()
@@ -231,7 +229,7 @@ def test_a_run_that_failed_alone_is_looked_at_when_others_could_have_ended_it():
     assert failed(network, client, 1, 2).lost is None
     assert not network.coordinator.failed_alone()  # Task 0 has not done run 1 yet.
     network.work(0)
-    assert list(network.coordinator.failed_alone()) == [(client, "run", 2)]
+    assert list(network.coordinator.failed_alone()) == [(client, 2)]
 
 
 def test_a_run_is_not_passed_on_without_the_memory_that_it_names():
@@ -256,7 +254,7 @@ def test_memory_is_held_until_all_tasks_have_read_it(has_left):
     network = Network(2)
     client = network.hello()
     network.tell(client, Kind.RUN, 1, 1, form=FORM, blocks=[BLOCK, BLOCK])
-    network.tell(client, Kind.SAVE, 7, blocks=[BLOCK])
+    network.tell(client, Kind.PUT, 2, blocks=[BLOCK])
     if has_left:
         network.send(network.coordinator.left(client))
     while network.queues[0]:
@@ -277,33 +275,6 @@ def test_a_run_that_failed_alone_is_looked_at_though_its_client_has_left():
     assert [key[0] for key in network.coordinator.failed_alone()] == [client]
     network.queues[0].clear()
     network.restart()
-    assert not network.coordinator.failed_alone()
-
-
-def answered(network, client, task, kind, number, why=""):
-    """A task answers what all do together."""
-    incarnation = network.coordinator.incarnation
-    message = Message(Kind.DATA, client, incarnation, number, 0, packed(rows=[]))
-    if why:
-        body = packed(why=why, command=kind.name)
-        message = Message(Kind.FAILED, client, incarnation, number, kind, body)
-    return network.coordinator.from_task(task, message)
-
-
-@pytest.mark.parametrize("kind", [Kind.SAVE, Kind.RESTORE])
-def test_what_failed_on_one_task_alone_is_not_waited_for_on_the_others(kind):
-    network = Network(2)
-    client = network.hello(name="train")
-    network.tell(client, Kind.RUN, 1, 1, form=FORM)
-    network.tell(client, kind, 7)
-    network.work(1)
-    assert answered(network, client, 1, kind, 7, "no room").lost is None
-    assert not network.coordinator.failed_alone()  # Task 0 runs, and has not come to it.
-    network.work(0)
-    why = f"{kind.name.lower()} of client 'train' failed on task 1 alone: no room", [1]
-    assert list(network.coordinator.failed_alone().values()) == [why]
-    # Were it to end there after all, the tasks would hold different values of what they read.
-    assert answered(network, client, 0, kind, 7).lost == (why if kind is Kind.RESTORE else None)
     assert not network.coordinator.failed_alone()
 
 
@@ -417,7 +388,7 @@ def test_messages_survive_their_encoding_in_any_pieces():
         while (message := decode(received)) is not None:
             found.append(message)
     assert found == sent and not received
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 7
 
 
 def header(kind=Kind.RUN, magic=b"sc", version=4, client=0, body_bytes=0, blob_bytes=0):

@@ -1,5 +1,7 @@
 """Variables that live on tasks: writes, checkpoints, names."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepcache as sc
+import stepcache.remote.variables
 from stepcache.remote.arrays import RemoteArray
 
 
@@ -173,11 +176,68 @@ def test_a_checkpoint_from_here_is_restored_by_the_tasks(session, tmp_path):
 def test_a_checkpoint_with_other_leaves_is_refused_and_changes_nothing(session, tmp_path):
     sc.save(tmp_path / "other", params=sc.Variables({"other": np.ones(2, np.float32)}))
     variables = sc.Variables(tree(), name="not restored")
-    with pytest.raises(sc.TaskError, match="do not match the checkpoint"):
+    with pytest.raises(sc.VariablesError, match="do not match the checkpoint"):
         sc.restore(tmp_path / "other", params=variables)
     same(variables.value, tree())
-    with pytest.raises(sc.TaskError, match="no checkpoint to restore"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint to restore"):
         sc.restore(tmp_path / "none", params=variables)
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 20, 1 << 28])
+def test_all_types_are_saved_and_restored_in_several_messages(
+    session, tmp_path, monkeypatch, batch_bytes
+):
+    monkeypatch.setattr(stepcache.remote.variables, "_BATCH_BYTES", batch_bytes)
+    value = {
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(1), 2),
+        "narrow": jnp.arange(4, dtype=jnp.bfloat16),
+        "none": np.zeros((0, 3), np.float32),
+        "number": np.int32(4),
+        "rows": np.arange(8, dtype=np.float32).reshape(2, 4),
+        "true": np.array([True, False]),
+    }
+    split = sc.Sharded([("rows", P("data"))])
+    variables = sc.Variables(value, name=f"of all types {batch_bytes}", placement=split)
+    saving = sc.save(tmp_path, state=variables, step=2, asynchronous=True)
+    others = {name: x[::-1] for name, x in value.items() if x.ndim}
+    variables.assign({**others, "key": jax.random.key(8), "number": np.int32(5)})
+    saving.wait()
+    assert sc.restore(tmp_path, state=variables, step=0)["step"] == 2
+    assert variables.version == 2
+
+    def shown(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tolist()
+
+    assert jax.tree.map(shown, variables.value) == jax.tree.map(shown, value)
+    only_rows = sc.Variables({"rows": np.zeros((2, 4), np.float32)}, name=f"rows {batch_bytes}")
+    sc.restore(tmp_path, partial=True, state=only_rows)
+    assert only_rows.value["rows"].tolist() == value["rows"].tolist()
+
+
+def test_a_checkpoint_is_of_one_moment(session, tmp_path):
+    """Though another thread runs steps, which write both variables."""
+    both = [sc.Variables(np.float32(0), name=f"of one moment {n}") for n in range(2)]
+    grow = sc.step(lambda a, b: (a + 1, b + 1), carry=("a", "b"))
+    ends = threading.Event()
+
+    def work():
+        with session:
+            while not ends.is_set():
+                grow(*both)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for n in range(5):
+            sc.save(tmp_path / str(n), a=both[0], b=both[1])
+    finally:
+        ends.set()
+        worker.join()
+    for n in range(5):
+        found = sc.restore(tmp_path / str(n), a=np.float32(0), b=np.float32(0))
+        assert found["a"] == found["b"]
 
 
 def test_a_name_with_other_leaves_is_refused(session):

@@ -62,12 +62,10 @@ def test_bytes_are_those_that_move(devices):
         assert found["replicated"].link_bytes == {}
         assert found["Read()"].link_bytes == once
         assert found["Read(cache='device')"].link_bytes == pytest.approx(every)
-        late = found["Read(cache='device', max_staleness=16)"].link_bytes
-        assert all(late[link] <= size / 2 for link, size in every.items())
+        assert not any("max_staleness" in name for name in found)
         carried = by_policy(sc.advise(decay, held(), 1.0))
         assert carried["Read(cache='device')"].link_bytes == {"host ↔ device": SIZE}
         assert carried["Read()"].link_bytes["host ↔ device"] == 2 * SIZE
-        assert not any("max_staleness" in name for name in carried)
 
 
 def test_what_takes_longer_is_found_out(session, monkeypatch):
@@ -84,7 +82,6 @@ def test_what_takes_longer_is_found_out(session, monkeypatch):
     found = by_policy(advice)
     least = {name: each.seconds - found["replicated"].seconds for name, each in found.items()}
     assert least["Read(cache='device')"] > 0.8 * 0.02 / BETWEEN
-    assert least["Read(cache='device', max_staleness=16)"] < least["Read(cache='device')"]
     assert advice.seconds == found["Read(cache='device')"].seconds
 
 

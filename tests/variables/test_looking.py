@@ -428,7 +428,7 @@ def test_a_closed_session_refuses_and_changes_nothing(mesh):
 
 
 def test_only_the_names_that_users_need_are_public():
-    names = "assign block_until_ready copy flush moved_bytes name nbytes placement push read"
+    names = "assign block_until_ready copy flush name nbytes placement push read"
     variables = sc.Variables({"w": np.ones(2)})
     public = [name for name in dir(variables) if not name.startswith("_")]
     assert public == [*names.split(), "value", "version", "write"]

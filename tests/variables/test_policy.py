@@ -28,6 +28,7 @@ def test_every_legal_word_is_accepted(cache):
         (sc.Read, {"max_age": 2.0}, "max_staleness"),
         (sc.Read, {"route": "each"}, "crosses the host's link once"),
         (sc.Read, {"prefetch": True}, "max_staleness"),
+        (sc.OnHost, {"update": "host"}, "serve the variables"),
     ],
 )
 def test_an_option_that_is_gone_says_what_to_do(kind, gone, instead):
@@ -102,7 +103,6 @@ def test_what_write_accepts(write):
     [
         (lambda: sc.OnHost(on_device=sc.Replicated), "devices' own memories"),
         (lambda: sc.OnHost(on_device=sc.OnHost()), "devices' own memories"),
-        (lambda: sc.OnHost(update="gpu"), "unknown update"),
         (lambda: sc.Sharded([("kernel",)]), "a rule is a pair"),
         (lambda: sc.Sharded([("(", P())]), "does not compile"),
         (lambda: sc.Sharded(None), "Sharded"),
@@ -118,7 +118,7 @@ POLICIES = [
     sc.Replicated(),
     sc.Sharded([("kernel", P(None, "model"))]),
     sc.OnHost(),
-    sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))]), update="host"),
+    sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))])),
     sc.Read(),
     sc.Read(cache="device", max_staleness=3),
     sc.Write(mode="add", every=2),

@@ -176,7 +176,7 @@ KILLED = """
 from orbax.checkpoint._src.path import atomicity
 sc.save("saved", n=0, step=1, keep=2)
 sc.save("saved", n=1, step=2, keep=2)
-def die(*_):
+def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 if {point!r} == "writing":
     atomicity.AtomicRenameTemporaryPath.finalize = die
@@ -185,7 +185,8 @@ elif {point!r} == "removing":
     shutil.rmtree = die
 else:
     from stepcache.variables import checkpoint_steps
-    checkpoint_steps._remove = die
+    cleans = iter([checkpoint_steps._clean, die])
+    checkpoint_steps._clean = lambda directory: next(cleans)(directory)
 sc.save("saved", n=2, step={step}, keep=2)
 """
 
@@ -552,7 +553,7 @@ def test_partial_takes_what_there_is_and_says_what_there_is_not(tmp_path, caplog
 
 
 @pytest.mark.sample(every=4)
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
 @pytest.mark.parametrize("reader_is_fresh", [True, False])
 def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tmp_path):
     def make():
@@ -636,7 +637,8 @@ def test_where_nothing_whole_was_saved_a_script_starts_from_the_beginning(tmp_pa
     for path in (tmp_path / "nowhere", saves):
         with pytest.raises(sc.VariablesError, match="division by zero"):
             sc.save(path, w=np.zeros(3))
-    assert list(tmp_path.iterdir()) == [saves] and not list(saves.iterdir())
+    for path in (tmp_path / "nowhere", saves):
+        assert not list(path.iterdir())
 
 
 # ---- several steps -------------------------------------------------------------------------------

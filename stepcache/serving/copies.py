@@ -37,10 +37,9 @@ class Copies:
     def __init__(self, policy: Read):
         self._policy = policy
         self._kept: Copy | None = None
-        # The newest version that each session has seen; shared by all copies of a value.
-        self.known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # The newest version that each session has seen.
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
-        self.hits = self.fetches = 0  # Reads that a copy served, and that fetched the value.
 
     def saw(self, reader: Any, version: int) -> None:
         """Records that a session, or None, wrote or read a version: it reads no older one from now
@@ -48,7 +47,7 @@ class Copies:
         """
         with self._lock:  # Who looks does not hold the lock of the variables.
             key = reader or _OUTSIDE
-            self.known[key] = max(version, self.known.get(key, 0))
+            self._known[key] = max(version, self._known.get(key, 0))
 
     def serving(
         self, reader: Any, current: int | None, *, carried: bool = False
@@ -67,7 +66,7 @@ class Copies:
             return None, "a carried value has to be current"
         now = "it has not been compared" if current is None else f"{current} is current"
         behind = f"the copy has version {copy.version}, and {now}"
-        if self.known.get(reader or _OUTSIDE, 0) > copy.version:
+        if self._known.get(reader or _OUTSIDE, 0) > copy.version:
             return None, f"{behind}: this session wrote it, or has seen it"
         if not policy.max_staleness:
             return None, behind
@@ -77,7 +76,6 @@ class Copies:
 
     def served(self, copy: Copy, current: int | None) -> None:
         """Records that a copy serves a step. A current one starts a new period of staleness."""
-        self.hits += 1
         if copy.version == current:
             copy.served_steps = 0
         else:
@@ -87,10 +85,6 @@ class Copies:
         """Keeps a new copy, if the policy keeps copies and no newer one is kept already."""
         if self._policy.cache is not None and (self._kept is None or self._kept.version <= version):
             self._kept = Copy(version, value)
-
-    def is_last_use(self, copy: Copy, current: int) -> bool:
-        """Whether a copy that serves a step now may not serve the one after it."""
-        return copy.version != current and copy.served_steps + 1 >= self._policy.max_staleness
 
     def arrived(self, version: int, value: Any) -> None:
         """Keeps a copy of the version that was found to be current.
@@ -110,4 +104,4 @@ class Copies:
     def reset(self) -> None:
         """Drops the copy, and the versions that sessions have seen: their numbers start again."""
         self.drop()
-        self.known.clear()
+        self._known.clear()
