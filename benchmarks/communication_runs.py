@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 import stepcache as sc
 from benchmarks.communication_models import HELD_OUT, MODELS, Model
 from stepcache.events import Moved
-from stepcache.variables.plan import SERVER_LINK
+from stepcache.variables.plan import HOST_LINK, SERVER_LINK
 
 Links = dict[str, int]
 
@@ -168,7 +168,7 @@ def in_one_process(
         check: whether to check each step's bytes against what is predicted.
     """
     placements = {
-        "host": sc.OnHost(),
+        "host": sc.OnHost(update="host"),
         "replicated": sc.Replicated(),
         "sharded": sc.Sharded(model.rules),
     }
@@ -183,6 +183,7 @@ def in_one_process(
         )
         _, update = step(params, model.batch(seed, 0, 0))
         push_nothing(params, jax.tree.map(lambda leaf: leaf * 0, update))
+        pushed = {HOST_LINK: params.nbytes} if on_host else {}
         with Counted() as counted:
             for number in range(steps):
                 batch = model.batch(seed, 0, number)
@@ -190,7 +191,7 @@ def in_one_process(
                 started = time.perf_counter()
                 with predicted(counted, plan):
                     loss, update = jax.block_until_ready(step(params, batch))
-                with predicted(counted, None if on_host else {}):
+                with predicted(counted, pushed if check else None):
                     params.push(update)
                 params.block_until_ready()
                 seconds.append(time.perf_counter() - started)

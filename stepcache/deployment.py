@@ -148,17 +148,16 @@ class DeploymentConfig:
     def optimizer_device(self) -> Any:
         """Returns the device for your own optimizer: the first CPU device of this process.
 
-        The optimizer of `deploy` runs there if hosts hold the variables; else on the devices, which
-        read and write the variables in host memory.
+        The optimizer of `deploy` runs on the CPU of the process that holds the variables.
         """
         return self.inputs_device()
 
     def variables_device(self) -> Placement:
-        """Returns the placement of the variables: host memory.
+        """Returns the placement of the variables: host memory, where the optimizer runs.
 
         With hosts of variables, the placement of the copies that the clones read.
         """
-        return Replicated() if self.num_ps_tasks else OnHost()
+        return Replicated() if self.num_ps_tasks else OnHost(update="host")
 
     def caching_device(self) -> Read:
         """Returns how the clones read the variables: at each step, which is slim's None.

@@ -404,6 +404,7 @@ WRITES = {
 }
 WRITTEN = {
     "on the host": sc.OnHost(),
+    "on the host, computed there": sc.OnHost(update="host"),
     "on the devices": sc.Replicated(),
 }
 
@@ -424,7 +425,7 @@ def test_a_push_is_told_of_and_not_judged(placement, write, mesh, eight, moved):
     with sc.Session(**place, max_step_bytes=0):  # Of steps.
         variables.push(update)
     total = sum(size for event in moved for _, size in event.link_bytes)
-    assert (total > 0) is (placement == "on the host")
+    assert (total > 0) is (placement == "on the host" or "computed" in placement)
     assert all(event.step == "moments" for event in moved) and len(moved) == (total > 0)
 
 

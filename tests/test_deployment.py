@@ -54,7 +54,7 @@ def test_devices_are_those_of_slim(options, clones, worker, ps):
         assert config.variables_device() == sc.Replicated()
     else:  # None, and the host's memory.
         assert config.caching_device() == sc.Read()
-        assert config.variables_device() == sc.OnHost()
+        assert config.variables_device() == sc.OnHost(update="host")
 
 
 REFUSED = {

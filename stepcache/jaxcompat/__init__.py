@@ -20,6 +20,7 @@ from stepcache.jaxcompat.arguments import (
     explicit_transfer,
     is_committed,
     is_on_host,
+    key_impl,
     maker_of_arrays,
     stand_in,
     tree_differences,

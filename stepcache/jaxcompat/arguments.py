@@ -200,3 +200,11 @@ def tree_differences(before: Any, after: Any) -> list[tuple[tuple, str, str, str
     if not PRIVATE_API:
         return [((), str(before), str(after), "the structures differ")]
     return list(tree_util.equality_errors_pytreedef(before, after))
+
+
+def key_impl(like: Any) -> Any:
+    """The implementation of random keys, given some, or what has their shape and dtype."""
+    impl: list[Any] = []
+    keys = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), keys)
+    return impl[0]

@@ -33,6 +33,7 @@ class Connection(Link):
         self._numbers = itertools.count(1)
         self._pool, self._opened = Pool(), Opened()
         self._fetching: set[int] = set()  # Numbers of the fetches that have not ended.
+        self._unexplained: set[str] = set()  # Failures that no lost task was the cause of.
         self._freed: list[list[int]] = []
         self._freed_bytes = 0
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
@@ -103,10 +104,13 @@ class Connection(Link):
 
     def _raise_if_lost_by(self, why: str, incarnation: int) -> None:
         """Raises `RankLostError` where tasks say of a killed one only that they do not reach it."""
+        if why in self._unexplained or not OF_TRANSPORT.search(why):
+            return
         deadline = time.monotonic() + _LOSS_SECONDS
-        while OF_TRANSPORT.search(why) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self._receive(0.1)
             self.raise_if_lost(incarnation)
+        self._unexplained.add(why)
 
     def command(self, kind: Kind, value: int = 0, number: int = 0, **about: Any) -> None:
         """Sends a command that is neither a run nor answered."""

@@ -20,7 +20,7 @@ from stepcache.serving.shared_memory import Block, Opened, Place, Pool, private
 from stepcache.units import readable_bytes
 
 _HEADER = struct.Struct("<2sBBIIIIQQ")
-_MAGIC, _VERSION = b"sc", 4
+_MAGIC, _VERSION = b"sc", 5
 _ALIGNED_BYTES = 8  # Where values begin in a blob.
 HEADER_BYTES = _HEADER.size
 """Size of the message that starts a step, if it brings no values."""

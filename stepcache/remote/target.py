@@ -31,7 +31,7 @@ from stepcache.remote.clients import MAX_FORMS
 from stepcache.remote.connection import Connection
 from stepcache.remote.messages import packed
 from stepcache.remote.tracing import TracedStep, donated_leaves
-from stepcache.remote.variables import fed, hold, master_of, placed, state_places
+from stepcache.remote.variables import fed, hold, master_of, placed, state_types
 from stepcache.variables.describing import Placing
 from stepcache.variables.policy import OnHost, Read
 from stepcache.variables.variables import Variables
@@ -121,15 +121,20 @@ class Target:
             key = ("apply", id(optimizer))
             self._own_step(key, applied, ("value", "state"))(variables, state, update)
 
-    def ready_state(self, variables: Variables) -> Variables:
-        """Returns the variables that hold an optimizer's state, and makes them if need be."""
+    def ready_state(self, variables: Variables, first: Any = None) -> Variables:
+        """Returns the variables that hold an optimizer's state, and makes them if need be.
+
+        Their first value is `first`, if given, or what the optimizer makes of the variables.
+        """
         master = master_of(variables)
         with self.lock, self._entered():
-            if master.state is None:
-                init, places = variables.write.optimizer.init, state_places(variables)
+            if master.state is None and first is None:
+                init, (_, slots) = variables.write.optimizer.init, state_types(variables)
+                places = tuple(slot.sharding for slot in slots)
                 key = ("init", id(init), places)
-                state = self._own_step(key, placed(init, places), ())(variables)
-                master.state = Variables(state, name=f"{variables.name}/optimizer")
+                first = self._own_step(key, placed(init, places), ())(variables)
+            if master.state is None:
+                master.state = Variables(first, name=f"{variables.name}/optimizer")
         return master.state
 
     def _entered(self) -> contextlib.AbstractContextManager:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stepcache import jaxcompat
 from stepcache.errors import TaskError, VariablesError
 from stepcache.jaxcompat.specs import encode_dtype, encode_spec
-from stepcache.remote.arrays import RemoteArray, fetch_refs
+from stepcache.remote.arrays import ArrayType, RemoteArray, fetch_refs
 from stepcache.remote.messages import Kind, Values, packed
 from stepcache.variables.describing import Parameters, Placing, describe, named_leaves
 from stepcache.variables.masters import LOST, Master, Reader
@@ -31,6 +31,7 @@ class RemoteMaster(Master):
         target: the tasks.
         number: by which they know the variables.
         stand_ins: of the leaves.
+        state: `Variables` that hold the optimizer's state, once there is some.
         is_new: whether the tasks did not know the name before.
     """
 
@@ -38,14 +39,14 @@ class RemoteMaster(Master):
 
     def __init__(self, target: Any, name: str, layout: Layout):
         super().__init__(Packed(layout, ()))
-        self.target, self.lock = target, target.lock
+        self.target = target
         self._connection, self._name = target.connection, name
         self.stand_ins = [
             jaxcompat.stand_in(slot.shape, slot.dtype, slot.weak_type, slot.sharding)
             for slot in layout.slots
         ]
-        self._run = 0  # The last run that writes the value.
-        self.state: Any = None  # `Variables` that hold the optimizer's state, once there is some.
+        self._runs: tuple[int, ...] = ()  # Those that wrote the value.
+        self.state: Any = None
         self._leaf_rows = [
             [slot.path, encode_dtype(slot.dtype), list(slot.shape), spec_of(slot)]
             for slot in layout.slots
@@ -62,22 +63,12 @@ class RemoteMaster(Master):
         # The tasks count the first value as a write.
         self.version = max(self.version, about["version"] - 1)
 
-    def revive(self) -> None:
-        """Makes the variables again, of zeros, if the tasks that held them have ended."""
-        self._connection.ready()
-        if self.is_lost:
-            self._open()
-            self.state = None
-            if self.is_new:
-                self.store([_zeros(slot) for slot in self.layout.slots])
-
     def own_state(self) -> Master:
-        self.revive()
-        return master_of(self.target.ready_state(self.owner()))
+        return _State(self)
 
     def written(self, run: int) -> None:
         """Notes that a run writes the value."""
-        self._run = run
+        self._runs = (run,)
         self.version += 1
 
     # ---- reading and writing ---------------------------------------------------------------------
@@ -87,20 +78,28 @@ class RemoteMaster(Master):
         self.check_not_lost(self._name)
         meter[SERVER_LINK] += self.layout.size_bytes
         slots, values, batches = self.layout.slots, [], _batches(self.layout.slots)
-        with self.lock if len(batches) > 1 else contextlib.nullcontext():  # All of one moment.
+        # All of one moment.
+        with self.target.lock if len(batches) > 1 else contextlib.nullcontext():
             for each in batches:
                 ref = ["v", self.number, each.start, each.stop - each.start]
                 what = [ref], self._connection.runs, self.stand_ins[each]
                 values += fetch_refs(self._connection, *what, self._incarnation)
-        self._connection.check(self._run)
+        self._check_runs()
         return [_as_given(value, slot) for value, slot in zip(values, slots, strict=True)]
+
+    def _check_runs(self) -> None:
+        for run in self._runs:
+            self._connection.check(run)
+
+    def brought(self, leaves: Sequence[Any], meter: Meter) -> list[Any]:
+        return sent(self.target, self.layout.slots, leaves, meter)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
         self._connection.ready()
         if self.is_lost:
             self._open()
             self.state = None
-        meter[SERVER_LINK] += self.store(leaves)
+        self.store(leaves, meter)
         self.version += 1
 
     def apply(
@@ -110,46 +109,21 @@ class RemoteMaster(Master):
         self.target.push(self.owner(), self.layout.tree.unflatten(leaves), mode)
         on_kept()
 
-    def store(self, leaves: Sequence[Any]) -> int:
-        """Makes leaves the value, which may be on the tasks already. Returns the bytes sent."""
-        with self.target.lock:
-            return self._store(leaves)
-
-    def _store(self, leaves: Sequence[Any]) -> int:
+    def store(self, leaves: Sequence[Any], meter: Meter) -> None:
+        """Makes leaves the value, which may be on the tasks already."""
         connection = self._connection
-        self._incarnation = connection.ready()
-        pairs = zip(self.layout.slots, leaves, strict=True)
-        own = [(slot, leaf) for slot, leaf in pairs if not isinstance(leaf, RemoteArray)]
-        sent: list[tuple[int, int]] = []  # The run and the output that each of them is.
-        for each in _batches([slot for slot, _ in own]) if own else ():
-            run = self._put(own[each])
-            sent += [(run, index) for index in range(each.stop - each.start)]
-        now, places = connection.runs, iter(sent)
-        refs = []
-        for leaf in leaves:
-            if isinstance(leaf, RemoteArray):
-                refs.append(leaf.ref(now))
-            else:
-                run, index = next(places)
-                refs.append(["o", now - run, index, 1])
-        connection.command(Kind.BIND, self.number, now, refs=refs)
-        for leaf in leaves:
-            if isinstance(leaf, RemoteArray):
-                leaf.donated()
-        self._run = now
-        return sum(slot.size_bytes for slot, _ in own)
-
-    def _put(self, rows: Sequence[tuple[Slot, Any]]) -> int:
-        self._connection.make_room(self._incarnation)
-        values = self._connection.values()
-        feeds = [fed(leaf, slot, values) for slot, leaf in rows]
-        specs = [spec_of(slot) for slot, _ in rows]
-        body = packed(feeds=feeds, specs=specs, mesh=self.target.mesh_code, **values.fields)
-        return self._connection.run(self._incarnation, 0, body, values, Kind.PUT)
+        with self.target.lock:
+            arrays = sent(self.target, self.layout.slots, leaves, meter)
+            self._incarnation, now = connection.ready(), connection.runs
+            refs = [array.ref(now) for array in arrays]
+            connection.command(Kind.BIND, self.number, now, refs=refs)
+            for array in arrays:
+                array.donated()
+            self._runs = tuple({array.run for array in arrays})
 
     def block_until_ready(self) -> None:
-        self._connection.wait(self._run, self._incarnation)
-        self._connection.check(self._run)
+        self._connection.wait(max(self._runs, default=0), self._incarnation)
+        self._check_runs()
 
     def take(self, reader: Reader, meter: Meter) -> Packed:
         raise TaskError(
@@ -207,19 +181,48 @@ def hold(target: Any, placing: Placing, tree: Any) -> RemoteMaster:
     target.connection.ready()
     master = RemoteMaster(target, placing.name, layout_of(structure, slots))
     if master.is_new:
-        master.store(leaves)
+        master.store(leaves, Meter())
     return master
 
 
-def state_places(variables: Any) -> tuple[Any, ...]:
-    """Returns the shardings of the state of an optimizer: beside the variables that it updates."""
+class _State(Master):
+    """The state of the optimizer of variables on tasks, which may have to be made yet."""
+
+    def __init__(self, of: RemoteMaster):
+        super().__init__(Packed(layout_of(*state_types(of.owner())), ()))
+        self._of = of
+
+    def leaves(self, meter: Meter) -> list[Any]:
+        return master_of(self._of.target.ready_state(self._of.owner())).leaves(meter)
+
+    def brought(self, leaves: Sequence[Any], meter: Meter) -> list[Any]:
+        return sent(self._of.target, self.layout.slots, leaves, meter)
+
+    def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
+        arrays = self.brought(leaves, meter)
+        state = self.layout.tree.unflatten(arrays)
+        kept = master_of(self._of.target.ready_state(self._of.owner(), state))
+        if not all(array.is_deleted() for array in arrays):  # Else they are the first value.
+            kept.assign(arrays, session, meter)
+
+    def check_not_lost(self, name: str) -> None:
+        self._of.check_not_lost(name)
+
+
+def state_types(variables: Any) -> tuple[Any, tuple[Slot, ...]]:
+    """The tree of an optimizer's state, and its leaves, each beside what it updates."""
     placer = variables._placing.of_leaves()
     assert placer is not None  # The mesh of the tasks.
     layout = variables._layout
     parameters = Parameters(variables._placing.prefix, layout.slots)
     shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
     state = jax.eval_shape(variables.write.optimizer.init, layout.tree.unflatten(shapes))
-    return tuple(parameters.beside(placer, path, x.shape) for path, x in named_leaves(state)[0])
+    named, structure = named_leaves(state)
+    slots = (
+        Slot(path, x.shape, x.dtype, False, parameters.beside(placer, path, x.shape))
+        for path, x in named
+    )
+    return structure, tuple(slots)
 
 
 def placed(function: Callable[[Any], Any], places: Sequence[Any]) -> Callable[[Any], Any]:
@@ -240,6 +243,34 @@ def fed(value: Any, kind: Any, values: Values) -> Any:
     return values.add(np.asarray(value, kind.dtype))
 
 
+def sent(
+    target: Any, slots: Sequence[Slot], leaves: Sequence[Any], meter: Meter
+) -> list[RemoteArray]:
+    """Leaves as arrays on the tasks, where some of them may be already."""
+    pairs = zip(slots, leaves, strict=True)
+    own = [(slot, leaf) for slot, leaf in pairs if not isinstance(leaf, RemoteArray)]
+    with target.lock:
+        incarnation = target.connection.ready()
+        target.connection.flush_freed()
+        batches = _batches([slot for slot, _ in own]) if own else []
+        made = iter([x for each in batches for x in _put(target, incarnation, own[each])])
+    meter[SERVER_LINK] += sum(slot.size_bytes for slot, _ in own)
+    return [leaf if isinstance(leaf, RemoteArray) else next(made) for leaf in leaves]
+
+
+def _put(target: Any, incarnation: int, rows: Sequence[tuple[Slot, Any]]) -> list[RemoteArray]:
+    """Sends leaves in one message."""
+    connection = target.connection
+    connection.make_room(incarnation)
+    values = connection.values()
+    feeds = [fed(leaf, slot, values) for slot, leaf in rows]
+    specs = [spec_of(slot) for slot, _ in rows]
+    body = packed(feeds=feeds, specs=specs, mesh=target.mesh_code, **values.fields)
+    run = connection.run(incarnation, 0, body, values, Kind.PUT)
+    types = (ArrayType(each.shape, each.dtype, each.weak_type, each.sharding) for each, _ in rows)
+    return [RemoteArray(connection, incarnation, run, n, x) for n, x in enumerate(types)]
+
+
 def _batches(slots: Sequence[Slot]) -> list[slice]:
     """Which leaves a message brings together: it has a largest size."""
     batches, first, size_bytes = [], 0, 0
@@ -255,12 +286,6 @@ def _sent_bytes(leaves: Sequence[Any]) -> int:
     return sum(np.asarray(leaf).nbytes for leaf in leaves if not isinstance(leaf, RemoteArray))
 
 
-def _zeros(slot: Slot) -> Any:
-    if is_key_type(slot.dtype):
-        return jax.random.split(jax.random.key(0), slot.size).reshape(slot.shape)
-    return np.zeros(slot.shape, slot.dtype)
-
-
 def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not is_key_type(leaf.dtype) and leaf.committed
 
@@ -273,5 +298,5 @@ def spec_of(slot: Slot) -> Any:
 
 def _as_given(value: np.ndarray, slot: Slot) -> Any:
     if is_key_type(slot.dtype):
-        return jax.random.wrap_key_data(jax.numpy.asarray(value))
+        return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jaxcompat.key_impl(slot))
     return np.array(value)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -214,13 +213,13 @@ class Served(Master):
         self._copies.saw(session, self.version)
 
     def assign(self, leaves: Sequence[Any], session: Any, meter: Meter) -> None:
-        meter[HOST_LINK] += _on_devices(leaves)
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
         self._write("assign", list(map(np.asarray, leaves)), session, meter)
 
     def apply(
         self, leaves: Sequence[Any], mode: str, session: Any, meter: Meter, on_kept: Callable
     ) -> None:
-        meter[HOST_LINK] += _on_devices(leaves)
+        meter[HOST_LINK] += transfer.to_host_bytes(leaves)
         self._write(mode, list(map(np.asarray, leaves)), session, meter, on_kept=on_kept)
 
     def leaves(self, meter: Meter) -> list[Any]:
@@ -232,11 +231,6 @@ class Served(Master):
 
     def looked_at(self, session: Any) -> None:
         self._copies.saw(session, self._seen)
-
-
-def _on_devices(leaves: Sequence[Any]) -> int:
-    """Bytes of leaves that numpy copies from the devices."""
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _number(version: Versions) -> int:

@@ -37,11 +37,11 @@ def is_ours(path: Path) -> bool:
     try:
         metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
         return OURS.keys() <= metadata["custom_metadata"].keys()
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _names_in(directory: Path) -> list[str]:
+def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
 
 
@@ -51,7 +51,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 def steps_in(directory: Path) -> list[Path]:
     """The checkpoints of steps below a directory, the newest first."""
-    matches = filter(None, map(_STEP.fullmatch, _names_in(directory)))
+    matches = filter(None, map(_STEP.fullmatch, names_in(directory)))
     order = sorted((int(m["number"]), m["replaced"] is None, m.string) for m in matches)
     return [directory / name for *_, name in reversed(order)]
 
@@ -60,13 +60,8 @@ def steps_in(directory: Path) -> list[Path]:
 def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
     """Context manager of a save: yields the path of its checkpoint, where nothing is yet.
 
-    Leaves the newest `keep` checkpoints, and nothing that this save, or one that was killed, did
-    not finish.
-
-    Args:
-        directory: of the checkpoints.
-        step: the number of the checkpoint; None for the one after the newest.
-        keep: how many checkpoints stay, this one among them.
+    Its number is `step`; None for the one after the newest. Leaves this one, `keep - 1` others, the
+    newest, and nothing that this save, or one that was killed, did not finish.
     """
     if _is_tree(directory):
         what = "a save would write into another checkpoint"
@@ -88,7 +83,8 @@ def writing(directory: Path, step: int | None, keep: int) -> Iterator[Path]:
             yield target
             others = [path for path in steps_in(directory) if path.stem != target.name]
             for path in list(filter(is_ours, others))[keep - 1 :]:
-                path.rename(path.with_suffix(".removed"))  # Its readers see all of it, or nothing.
+                with contextlib.suppress(OSError):  # Its readers see all of it, or nothing.
+                    path.rename(path.with_suffix(".removed"))
         finally:
             _clean(directory)
 
@@ -98,15 +94,14 @@ def _locked(directory: Path) -> Iterator[None]:
     """Context manager of the only process that saves to a directory. A killed one has no lock."""
     opened = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        what = "another process is writing a checkpoint to this directory"
-        hint = "have each program save to a directory of its own"
-        raise VariablesError(what, where=str(directory), hint=hint) from None
-    except OSError:
-        pass  # A file system without locks.
-    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = "another process is writing a checkpoint to this directory"
+            hint = "have each program save to a directory of its own"
+            raise VariablesError(what, where=str(directory), hint=hint) from None
+        except OSError:
+            pass  # A file system without locks.
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -116,7 +111,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _clean(directory: Path) -> None:
     """Removes what saves did not finish, and puts back what they would have replaced."""
-    for path in map(directory.joinpath, _names_in(directory)):
+    for path in map(directory.joinpath, names_in(directory)):
         if _UNFINISHED.fullmatch(path.name):
             if path.suffix == ".replaced" and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -131,7 +126,7 @@ def find(path: Path, items: Collection[str]) -> Path | None:
     that was saved without a name, or the directory with a tree for some of the `items`.
     """
     own = filter(is_ours, steps_in(path))
-    numbers = sorted(filter(str.isdecimal, _names_in(path)), key=int, reverse=True)
+    numbers = sorted(filter(str.isdecimal, names_in(path)), key=int, reverse=True)
     for step in (path, *own, *map(path.joinpath, numbers)):
         for tree in (step, step / "default"):
             if _is_tree(tree):
@@ -139,16 +134,6 @@ def find(path: Path, items: Collection[str]) -> Path | None:
         if trees_in(step, items):
             return step
     return None
-
-
-def no_checkpoint(path: Path) -> NoCheckpointError:
-    """The error that there is no checkpoint at `path`."""
-    return NoCheckpointError(
-        "there is no checkpoint to restore",
-        where=str(path),
-        expected="a directory that stepcache.save or orbax's StandardCheckpointer wrote",
-        got=f"{_names_in(path)[:3]}" if path.is_dir() else "no such directory",
-    )
 
 
 def _is_tree(path: Path) -> bool:

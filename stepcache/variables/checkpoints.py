@@ -14,7 +14,7 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ class Saving:
 
     def __init__(self, directory: Path):
         self._together = Together(f"saving {directory}", "the checkpoint could not be written")
-        self._directory = directory
         self._written: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: VariablesError | None = None
         self._agreeing = threading.Lock()
@@ -69,35 +68,15 @@ class Saving:
         if self._failure is not None:
             raise self._failure
 
-    def _start(self, tree: Any, step: int | None, keep: int) -> None:
-        """Copies the arrays to the host, and starts to write them in the background."""
-        import orbax.checkpoint as ocp
-
-        with contextlib.ExitStack() as running:
-            place = writing(self._directory, step, keep)
-            reason = "saves, which all processes have to do together"
-            begin = functools.partial(running.enter_context, place)
-            path = Path(self._together(begin, reason, patient=False, of_first=True))
-            checkpointer = running.enter_context(ocp.StandardCheckpointer())
-            save = functools.partial(checkpointer.save, path, tree, custom_metadata=OURS)
-            self._together.guarded(save)  # Others may wait in it for one that fails.
-            _finish_before_exit()
-            rest = running.pop_all()
-
-        def finish() -> None:
-            try:
-                with rest:  # It removes what is replaced. Closing may fail.
-                    checkpointer.wait_until_finished()
-                self._written.set_result(None)
-            except Exception as error:
-                self._written.set_exception(error)
-                _log.error("%s: %s", self._together.label, first_line(error))
-
+    def _finish(self, checkpointer: Any, running: contextlib.ExitStack) -> None:
+        """Waits until orbax has written all, and leaves the contexts."""
         try:
-            threading.Thread(target=finish, name="stepcache save").start()
-        except RuntimeError:  # There can be no more threads.
-            finish()
-        _unfinished.append(self)  # Not before: after an interrupt nobody would finish it.
+            with running:  # It removes what is replaced. Closing may fail.
+                checkpointer.wait_until_finished()
+            self._written.set_result(None)
+        except Exception as error:
+            self._written.set_exception(error)
+            _log.error("%s: %s", self._together.label, first_line(error))
 
 
 def join_all() -> None:
@@ -151,7 +130,7 @@ def save(
             step's directory holds something else than a checkpoint of stepcache; an item has a leaf
             that is no array; updates are pending (`Write(every=...)`); or this save, or the
             asynchronous one before it, could not be written.
-        RankLostError: a process of the pod was lost.
+        RankLostError, DeadlineError: a process or a task was lost, or tasks do not answer in time.
         AgreementError: not all processes of the pod save, within `Session(agree_timeout=...)`.
         ForkedProcessError: this process was forked after JAX had started.
     """
@@ -161,19 +140,39 @@ def save(
     if isinstance(keep, bool) or operator.index(keep) < 1:
         what = "keep is a number of checkpoints"
         raise VariablesError(what, expected="at least 1", got=f"{keep}")
-    with _saving:
+    import orbax.checkpoint as ocp
+
+    with _saving, contextlib.ExitStack() as running:
         for unfinished in list(_unfinished):
             unfinished.wait()
         saving, step = Saving(root), None
         with contextlib.suppress(KeyError, TypeError):  # There may be none, or something else.
             step = given if (given := operator.index(items["step"])) >= 0 else None
-        leaves: list[Leaf] = []
-        with locked(items.values()):  # All of one moment.
-            for name, item in items.items():
-                trees = saved_trees(name, item) if isinstance(item, Variables) else {name: item}
-                leaves += storable(leaves_of(trees), copied=asynchronous)
-            tree = nested(leaves)
-        saving._start(tree, step, keep)
+
+        def collected() -> dict[str, Any]:
+            with locked(items.values()):  # All of one moment.
+                leaves: list[Leaf] = []
+                for name, item in items.items():  # Leaves of variables are copies.
+                    is_copied = asynchronous and not isinstance(item, Variables)
+                    leaves += storable(leaves_of(dict(saved_trees(name, item))), copied=is_copied)
+                return nested(leaves)
+
+        together = saving._together
+        # First: what lies on the hosts of a pod is gathered by all of them.
+        together(lambda: None, "saves, which all processes have to do together", patient=False)
+        tree = together(collected)
+        begin = functools.partial(running.enter_context, writing(root, step, keep))
+        path = Path(together(begin, of_first=True))
+        checkpointer = running.enter_context(ocp.StandardCheckpointer())
+        # Not `together`: others may wait in orbax for one that fails.
+        together.guarded(lambda: checkpointer.save(path, tree, custom_metadata=OURS))
+        _finish_before_exit()
+        finish = functools.partial(saving._finish, checkpointer, running.pop_all())
+        try:
+            threading.Thread(target=finish, name="stepcache save").start()
+        except RuntimeError:  # There can be no more threads.
+            finish()
+        _unfinished.append(saving)  # Not before: after an interrupt nobody would finish it.
     if not asynchronous:
         saving.wait()
     elif _process_hooks.THREADS_END_EARLY:
@@ -187,9 +186,8 @@ def path_of(directory: str | os.PathLike) -> Path:
 
 
 def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
-    """Leaves as orbax takes them; with `copied`, copies of what could change before it is written.
-
-    Without empty ones, which orbax does not store.
+    """Leaves as orbax takes them, without empty ones; with `copied`, copies of what could change
+    before it is written.
     """
     stored = []
     for leaf in leaves:
@@ -207,9 +205,6 @@ def storable(leaves: list[Leaf], *, copied: bool) -> list[Leaf]:
         if 0 not in kind.shape:
             stored.append(leaf._replace(value=value))
     return stored
-
-
-# ---- what a checkpoint holds ---------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -235,7 +230,7 @@ class Leaf(NamedTuple):
     @property
     def kind(self) -> Kind:
         """Raises `VariablesError` if the leaf is no array and no number."""
-        value: Any = self.value
+        value: Any = getattr(self.value, "_stand_in", self.value)  # One on tasks.
         if is_number(value) and (number := np.asarray(value)).dtype != object:  # One of 64 bits.
             value = number
         if not isinstance(value, jax.ShapeDtypeStruct):
@@ -265,8 +260,7 @@ def leaves_of(trees: dict[str, Any]) -> list[Leaf]:
 def nested(leaves: list[Leaf]) -> dict[str, Any]:
     """The values of some leaves as nested dicts, which is what orbax stores.
 
-    Raises:
-        VariablesError: there are none, or two would be one in the checkpoint.
+    Raises `VariablesError` if there are none, or two would be one in the checkpoint.
     """
     if not leaves:
         raise VariablesError("there is nothing to save", expected="an array, or a number")
@@ -288,9 +282,8 @@ def nested(leaves: list[Leaf]) -> dict[str, Any]:
 
 
 def masters_of(name: str, variables: Variables, *, has_state: bool = True) -> dict[str, Master]:
-    """The master copies of the trees that variables are stored as, by name. Under their lock.
-
-    `has_state` says whether an optimizer's state is one of them.
+    """The master copies of the trees that variables are stored as, by name: their value, and if
+    `has_state`, an optimizer's state. Under their lock.
     """
     masters = {name: variables._master}
     with variables._moving() as meter:
@@ -298,28 +291,23 @@ def masters_of(name: str, variables: Variables, *, has_state: bool = True) -> di
     return masters if state is None else masters | {f"{name}:optimizer": state}
 
 
-def saved_trees(name: str, variables: Variables) -> dict[str, Any]:
-    """The trees that variables are stored as. Under their lock."""
-    variables._updates.check_none_pending()
-    trees = {}
-    for part, master in masters_of(name, variables).items():
-        master.check_not_lost(variables.name)
-        with variables._moving() as meter:
-            trees[part] = master.layout.tree.unflatten(master.leaves(meter))
-    return trees
-
-
-# ---- all processes together ----------------------------------------------------------------------
+def saved_trees(name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    """The trees that an item is stored as, by name. Under the lock of variables."""
+    if not isinstance(item, Variables):
+        yield name, item
+        return
+    item._updates.check_none_pending()
+    for part, master in masters_of(name, item).items():
+        master.check_not_lost(item.name)
+        with item._moving() as meter:
+            yield part, master.layout.tree.unflatten(master.leaves(meter))
 
 
 class Together:
     """Work of the processes that save and restore together: all of a pod, as orbax needs them.
 
-    Args:
-        label: of the agreement, such as "saving saves".
-        what: the error if something else than stepcache fails.
-
-    Raises `VariablesError` in a session over some of the processes.
+    `label` is that of the agreement, such as "saving saves", `what` the error if something else
+    than stepcache fails. Raises `VariablesError` in a session over some of the processes.
     """
 
     def __init__(self, label: str, what: str):
@@ -333,11 +321,8 @@ class Together:
             raise VariablesError(what, where=label, got=got, hint=hint)
 
     def guarded(self, work: Callable[[], Any]) -> Any:
-        """Does work that waits for the other processes.
-
-        Raises:
-            RankLostError: one of them is lost.
-            VariablesError: orbax, or the file system, fails.
+        """Does work that waits for the other processes. Raises `RankLostError` if one of them is
+        lost, `VariablesError` if orbax, or the file system, fails.
         """
         watch = self._peers.watch if self._peers is not None else None
         try:
@@ -362,10 +347,8 @@ class Together:
     ) -> Any:
         """Does work in each process, and returns its result. If it fails in one, all raise.
 
-        Args:
-            work: what each process does.
-            reason, patient: see `Peers.round`.
-            of_first: the first process does it alone, and all get its result, as text.
+        With `of_first` the first process does it alone, and all get its result, as text. `reason`
+        and `patient` are those of `Peers.round`.
         """
         result, failed, said = None, None, "+"
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from stepcache.errors import VariablesError
+from stepcache.sharding import processes_of
 from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters, Placing, describe, stand_in
 from stepcache.variables.packing import (
@@ -56,7 +57,7 @@ class Master:
     # the next call `read_ahead`.
     source: Any = None
     owner: Any = None  # A weak reference to the variables, of masters that need them.
-    lock: Any = None  # Which steps hold that run where the value is, and lock no variables.
+    target: Any = None  # The tasks that have the value: steps hold their lock, not the variables'.
 
     def __init__(self, packed: Packed):
         self.packed, self.version = packed, 0
@@ -84,6 +85,10 @@ class Master:
     def leaves(self, meter: Meter) -> list[Any]:
         """Copies of the leaves."""
         raise NotImplementedError
+
+    def brought(self, leaves: list[Any], meter: Meter) -> list[Any]:
+        """Leaves for `assign`, brought to where the value lives, if that may take long, or fail."""
+        return leaves
 
     def looked_at(self, session: Any) -> None:
         """Records that a session has seen the current version."""
@@ -269,6 +274,17 @@ class InHostMemory(Master):
             self.assign(master.leaves(Meter()), None, Meter())
             self.version = master.version
 
+    def on_host(self) -> Packed:
+        """The value in the memory of this host, in the shapes that it has on the devices."""
+        layout, whole = self.host_layout, transfer.in_device_shape
+        rows = zip(self.packed.buffers, layout.on_host, layout.on_device, strict=True)
+        buffers = (whole(x, at) if host or not at.size else x for x, host, at in rows)
+        return Packed(self.layout, tuple(buffers))
+
+    def store(self, packed: Packed) -> None:
+        """Makes what was computed on the host the value. It crosses no link."""
+        self.write(transfer.store(packed.buffers, self.layout, self.host_layout))
+
     def copied(self) -> InHostMemory:
         return InHostMemory(transfer.copied(self.packed), self.host_layout, self._policy)
 
@@ -292,5 +308,10 @@ def hold(
     layout = layout_of(structure, described, PACKED_BELOW_BYTES if placing.pack else 0)
     if not isinstance(placing.placement, OnHost):
         return OnDevices(transfer.pack(leaves, layout))
-    on_host = host_layout(layout, placing.placer.mesh if placing.placer else None, placing.name)
+    mesh, update = placing.placer.mesh if placing.placer else None, placing.placement.update
+    if update == "host" and mesh is not None and len(processes_of(mesh.devices.flat)) > 1:
+        what = "OnHost(update=…) needs the whole value in one process, and each process of a pod "
+        what += "holds a share"
+        raise VariablesError(what, where=placing.name, expected="'device'", got=repr(update))
+    on_host = host_layout(layout, mesh, placing.name)
     return InHostMemory(transfer.pack_on_hosts(leaves, layout, on_host, meter), on_host, policy)

@@ -18,6 +18,7 @@ from stepcache.sharding import Rules
 
 CACHES = (None, "device")
 MODES = ("assign", "add", "apply")
+UPDATES = ("device", "host")
 _WIRE = (
     "it only costs time on one machine; store the values in the dtype that is to travel, such as "
     "bfloat16"
@@ -102,7 +103,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class OnHost(_Policy):
+class OnHost:
     """The master copy is in host memory, split evenly over the hosts of the devices.
 
     A step copies the value to its devices. If the step carries it, the new value is copied back;
@@ -114,13 +115,14 @@ class OnHost(_Policy):
 
     Attributes:
         on_device: sharding of the value while a step uses it: `Replicated()` or `Sharded(rules)`.
+        update: where `push` runs the optimizer: on the "device", or on the "host".
 
     The idea is ZeRO-Offload's (Ren et al., 2021): optimizer state does not need to be on the
     device between steps.
     """
 
     on_device: Replicated | Sharded = Replicated()
-    _gone: ClassVar = {"update": "serve the variables (`connect`): their host applies updates"}
+    update: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         check(
@@ -130,6 +132,7 @@ class OnHost(_Policy):
             "Replicated() or Sharded(rules)",
             self.on_device,
         )
+        check_choices(self, update=UPDATES)
 
     def __str__(self) -> str:
         return f"on the host, read {self.on_device}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,13 @@ from stepcache.pods.global_arrays import is_key, placed
 from stepcache.sharding import current_reader
 from stepcache.units import listed
 from stepcache.variables import checkpoints
-from stepcache.variables.checkpoint_steps import find, is_ours, no_checkpoint, trees_in
+from stepcache.variables.checkpoint_steps import (
+    NoCheckpointError,
+    find,
+    is_ours,
+    names_in,
+    trees_in,
+)
 from stepcache.variables.checkpoints import Kind, Leaf, is_number, key_text, leaves_of, masters_of
 from stepcache.variables.describing import check_not_tracing
 from stepcache.variables.masters import Master
@@ -30,6 +35,7 @@ from stepcache.variables.updates import NONE_PENDING
 from stepcache.variables.variables import Variables, locked
 
 _log = logging.getLogger("stepcache")
+_NOT_WHOLE = "there is no whole checkpoint of stepcache.save or orbax to restore"
 _LEFT_OUT = ""  # The path of leaves that `rename` leaves out.
 
 
@@ -73,104 +79,84 @@ def restore(
     Raises:
         VariablesError: `directory` is a URL, the checkpoint is damaged, a leaf is missing, new, or
             of another shape or dtype. If there is no checkpoint, it is a `FileNotFoundError`, too.
-        RankLostError: a process of the pod was lost.
+        RankLostError, DeadlineError: a process or a task was lost, or tasks do not answer in time.
         ForkedProcessError: this process was forked after JAX had started.
     """
     check_not_tracing("nothing can be restored", "restore")
     jaxcompat.check_not_forked(f"{directory} was to be restored")
     checkpoints.join_all()
     root = checkpoints.path_of(directory)
-    together = _together(root)
+    together = checkpoints.Together(f"restoring {root}", _NOT_WHOLE)
     if not (found := together(lambda: find(root, items) or "", of_first=True)):
-        raise no_checkpoint(root)  # In all processes.
-    read = functools.partial(_read, Path(found), items, partial, cast, rename or {})
-    put_in_place = together(read)
-    return put_in_place()
-
-
-def _together(root: Path) -> checkpoints.Together:
-    what = "there is no whole checkpoint of stepcache.save or orbax to restore"
-    return checkpoints.Together(f"restoring {root}", what)
-
-
-def _read(
-    path: Path,
-    items: dict[str, Any],
-    partial: bool,
-    cast: bool,
-    rename: Mapping[str, str | None],
-) -> Callable[[], dict[str, Any]]:
-    """Reads some items of one checkpoint. Returns what puts the values in place: it changes the
-    variables, and returns what is restored.
-    """
-    stored = _Stored(path, items, rename)
+        what = "there is no checkpoint to restore"  # In all processes.
+        expected = "a directory that stepcache.save or orbax's StandardCheckpointer wrote"
+        got = f"{names_in(root)[:3]}" if root.is_dir() else "no such directory"
+        raise NoCheckpointError(what, where=str(root), expected=expected, got=got)
     parts: list[tuple[str, Master | None, list[Leaf]]] = []  # By the item that they are of.
-    for name, item in items.items():
-        masters: dict[str, Master | None] = {name: None}
-        if isinstance(item, Variables):
-            with locked([item]):
-                has_state = f"{name}:optimizer" in stored.trees or not partial
-                masters = {**masters_of(name, item, has_state=has_state)}
-        for part, master in masters.items():
-            tree = item if master is None else master.templates()
-            parts.append((name, master, leaves_of({part: tree})))
-    every = [leaf for *_, leaves in parts for leaf in leaves]
-    _check_same(stored, every, items, partial, cast)
-    values = stored.read(every)
+
+    def read() -> dict[str, Any]:
+        stored = _Stored(Path(found), items, rename or {})
+        for name, item in items.items():
+            masters: dict[str, Master | None] = {name: None}
+            if isinstance(item, Variables):
+                with locked([item]):
+                    has_state = f"{name}:optimizer" in stored.trees or not partial
+                    masters = {**masters_of(name, item, has_state=has_state)}
+            for part, master in masters.items():
+                tree = item if master is None else master.templates()
+                parts.append((name, master, leaves_of({part: tree})))
+        every = [leaf for *_, leaves in parts for leaf in leaves]
+        _check_same(stored, every, items, partial, cast)
+        return stored.read(every)
+
+    values = together(read)
 
     def whole(name: str, master: Master | None, leaves: list[Leaf]) -> list[Any] | None:
         """All leaves of a part: those that are not stored as they are. None if nothing is read."""
-        read, now = [values.get(leaf.path) for leaf in leaves], [leaf.value for leaf in leaves]
-        missing = [value is None for value in read]
+        new, now = [values.get(leaf.path) for leaf in leaves], [leaf.value for leaf in leaves]
+        missing = [value is None for value in new]
         if master is not None and any(missing):
             if all(missing):
                 return None
             master.check_not_lost(items[name].name)
             now = master.leaves(Meter())
-        return [old if value is None else value for value, old in zip(read, now, strict=True)]
+        new = [old if value is None else value for value, old in zip(new, now, strict=True)]
+        if master is None:
+            return new
+        with items[name]._moving() as meter:
+            return master.brought(new, meter)
 
-    def put() -> dict[str, Any]:
-        restored = dict(items)
-        with locked(items.values()):
-            new = list(itertools.starmap(whole, parts))
-            for (name, master, leaves), values_of in zip(parts, new, strict=True):
-                item = items[name]
-                if master is None:
-                    restored[name] = jax.tree_util.tree_structure(item).unflatten(values_of)
-                elif values_of is not None:
-                    _put(item, master, values_of)
-                    for leaf in leaves:  # The processes of a pod have what was read from one file.
-                        if leaf.path in values:
-                            item._made_of.pop("/".join(leaf.keys[1:]), None)
-        return restored
-
-    return put
-
-
-def _put(variables: Variables, master: Master, leaves: list[Any]) -> None:
-    """Writes the leaves of the value, or of the optimizer's state, to its master."""
-    own, updates = variables._master, variables._updates
-    with variables._moving() as meter:
-        if master is own or own.applies_updates:
-            master.assign(leaves, current_reader(), meter)
-        else:  # Perhaps of other dtypes.
-            tree = master.layout.tree.unflatten(leaves)
-            updates.state = updates.held_state(tree, own, meter)
-    if master is own:
-        updates.pending = NONE_PENDING
+    restored = dict(items)
+    with locked(items.values()):
+        new = list(itertools.starmap(whole, parts))  # What raises does so before anything changes.
+        for (name, master, leaves), values_of in zip(parts, new, strict=True):
+            item = items[name]
+            if master is None:
+                restored[name] = jax.tree_util.tree_structure(item).unflatten(values_of)
+            elif values_of is not None:
+                own, updates = item._master, item._updates
+                with item._moving() as meter:
+                    if master is own or own.applies_updates:
+                        master.assign(values_of, current_reader(), meter)
+                    else:  # Perhaps of other dtypes.
+                        tree = master.layout.tree.unflatten(values_of)
+                        updates.state = updates.held_state(tree, own, meter)
+                if master is own:
+                    updates.pending = NONE_PENDING
+                for leaf in leaves:  # The processes of a pod have what was read from one file.
+                    if leaf.path in values:
+                        item._made_of.pop("/".join(leaf.keys[1:]), None)
+    return restored
 
 
 def stored_kinds(path: Path) -> dict[str, Kind]:
     """Dtype and shape of each leaf of a checkpoint, by path. Raises `VariablesError` if damaged."""
-    return _together(path)(lambda: _Stored(path, (), {})).kinds
+    return checkpoints.Together(f"reading {path}", _NOT_WHOLE)(lambda: _Stored(path, (), {})).kinds
 
 
 class _Stored:
-    """The leaves of a checkpoint, by the paths that they have here.
-
-    Attributes:
-        kinds: dtype and shape of each leaf.
-        trees: the first key of each leaf: names of items, and of other trees of variables.
+    """The leaves of a checkpoint, by the paths that they have here: their `kinds`, and their first
+    keys, which are names of items and of other `trees` of variables.
     """
 
     def __init__(self, path: Path, asked: Collection[str], rename: Mapping[str, str | None]):
@@ -182,11 +168,10 @@ class _Stored:
         self._trees: list[tuple[Any, Any, list[str]]] = []  # With its structure and paths here.
         for name in trees_in(path, asked) or [""]:  # Of a `CheckpointManager`, one for each name.
             directory = epath.Path(path / name)
-            flat, structure = jax.tree_util.tree_flatten_with_path(
-                self._handler.metadata(directory).tree
-            )
-            top = [name] if name else []
-            paths = ["/".join([*top, *map(key_text, keys)]) for keys, _ in flat]
+            described = self._handler.metadata(directory).tree
+            flat, structure = jax.tree_util.tree_flatten_with_path(described)
+            above = [name] if name else []
+            paths = ["/".join([*above, *map(key_text, keys)]) for keys, _ in flat]
             tops = {path.partition("/")[0] for path in paths}
             if not (name or is_ours(path) or tops & {*asked}) and len(asked) == 1:
                 # A tree that orbax's user has saved without a name is the only item asked for.
@@ -207,16 +192,9 @@ class _Stored:
         for directory, structure, paths in self._trees:
             if not asked.keys() & {*paths}:
                 continue
-            places = [
-                _sharding_for(asked[path]) if path in asked and not is_key(asked[path]) else None
-                for path in paths
-            ]
-            options = [
-                ocp.ArrayRestoreArgs(sharding=place)
-                if place is not None
-                else ocp.RestoreArgs(restore_type=np.ndarray)
-                for place in places
-            ]
+            places = [None if is_key(x) else _sharding_for(x) for x in map(asked.get, paths)]
+            here = ocp.RestoreArgs(restore_type=np.ndarray)
+            options = [ocp.ArrayRestoreArgs(sharding=at) if at else here for at in places]
             targets = [np.zeros(()) if path in asked else ... for path in paths]
             item, restore_args = map(structure.unflatten, (targets, options))
             args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
@@ -240,34 +218,33 @@ def _check_same(
     stored: _Stored, leaves: list[Leaf], items: Collection[str], partial: bool, cast: bool
 ) -> None:
     """Raises `VariablesError` unless the leaves to restore are those that are stored."""
-    paths, kinds = {leaf.path for leaf in leaves}, stored.kinds
-    absent = [leaf for leaf in leaves if leaf.path not in kinds and 0 not in leaf.kind.shape]
-    more = [path for path in kinds if path not in paths]
-    what, rows = f"the items do not match the checkpoint {stored.directory}", []
+    what = f"the items do not match the checkpoint {stored.directory}"
+    hint = "restore(..., partial=True) restores the leaves that both have"
+    more, absent = dict(stored.kinds), list[str]()
     for leaf in leaves:
-        kind = kinds.get(leaf.path, leaf.kind)
-        if not _is_compatible(kind, leaf, cast):
-            hint = "restore(..., cast=True) converts it"
-            if kind.shape != leaf.kind.shape:
+        kind, found = leaf.kind, more.pop(leaf.path, None)
+        if found is None and (partial or 0 in kind.shape):
+            absent += [leaf.path] if 0 not in kind.shape else []
+        elif found is None or not _is_compatible(found, leaf, cast):
+            if found is not None:
+                hint = "restore(..., cast=True) converts it"
+            if found is not None and found.shape != kind.shape:
                 pattern = re.escape(leaf.path)
                 hint = f"to leave it as it is: partial=True, rename={{{pattern!r}: None}}"
-            rows.append((leaf.path, leaf.kind, kind, hint))
-    if not partial:
-        hint = "restore(..., partial=True) restores the leaves that both have"
-        rows += [(leaf.path, leaf.kind, "no such leaf", hint) for leaf in absent]
+            got = f"{found or 'no such leaf'}"
+            raise VariablesError(what, where=leaf.path, expected=f"{kind}", got=got, hint=hint)
+    if more and not partial:
         tops = dict.fromkeys(path.partition("/")[0] for path in more)
         others = [name for name in tops if name.partition(":")[0] not in items]
-        if others and not rows:
+        path = next(path for path in more if not others or path.partition("/")[0] in others)
+        if others:
             what = f"{stored.directory} has items that were not asked for"
-            asked = ", ".join(f"{item}=" for item in others)
+            asked = ", ".join(f"{name}=" for name in others)
             hint = f"name them too ({asked}), or ignore them with restore(..., partial=True)"
-            more = [path for path in more if path.partition("/")[0] in others]
-        rows += [(path, "no such leaf", kinds[path], hint) for path in more]
-    for where, expected, got, hint in rows:
-        raise VariablesError(what, where=where, expected=f"{expected}", got=f"{got}", hint=hint)
+        got = f"{more[path]}"
+        raise VariablesError(what, where=path, expected="no such leaf", got=got, hint=hint)
     if absent:
-        text = "%s has no leaves %s: they stay as they are"
-        _log.warning(text, stored.directory, listed([leaf.path for leaf in absent]))
+        _log.warning("%s has no leaves %s: they stay as they are", stored.directory, listed(absent))
 
 
 def _is_compatible(stored: Kind, leaf: Leaf, cast: bool) -> bool:
@@ -275,12 +252,12 @@ def _is_compatible(stored: Kind, leaf: Leaf, cast: bool) -> bool:
     if stored.shape != leaf.kind.shape or stored == leaf.kind or is_key(leaf.value):
         return stored == leaf.kind
     if not is_number(leaf.value):
-        return cast or _is_of_updates(leaf)
+        return cast or _is_of_optimizer(leaf)
     dtype, number = np.dtype(stored.dtype), type(leaf.value)
     return (dtype.kind == "b") is (number is bool) and np.can_cast(dtype, number, "same_kind")
 
 
-def _is_of_updates(leaf: Leaf) -> bool:
+def _is_of_optimizer(leaf: Leaf) -> bool:
     """Whether a leaf is of an optimizer's state, which may be of the dtypes of the gradients."""
     return ":" in leaf.keys[0]
 
@@ -299,12 +276,10 @@ def _like(leaf: Leaf, read: Any) -> Any:
         return type(template)(np.asarray(read).item())
     if is_key(template):
         if not is_key(read):
-            impl: list[Any] = []
-            jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), template)
-            data: Any = np.asarray(read)
-            read = jax.random.wrap_key_data(data, impl=impl[0])
+            impl = jaxcompat.key_impl(template)
+            read = jax.random.wrap_key_data(jax.numpy.asarray(read), impl=impl)
         return placed(read, _sharding_for(template))
-    if read.dtype != template.dtype and not _is_of_updates(leaf):
+    if read.dtype != template.dtype and not _is_of_optimizer(leaf):
         read = read.astype(template.dtype)
     if isinstance(template, np.ndarray | np.generic):
         return np.asarray(read)[()] if isinstance(template, np.generic) else np.asarray(read)

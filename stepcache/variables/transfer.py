@@ -6,7 +6,7 @@ Nothing else in the package moves an array.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -133,13 +133,19 @@ def free(packed: Packed) -> Packed:
 def pack_on_hosts(
     leaves: Sequence[Any], packed_layout: Layout, layout: HostLayout, meter: Meter
 ) -> Packed:
-    """Copies leaves into buffers in host memory, shard by shard, without memory of the devices.
+    """Copies leaves into buffers in host memory. They may be changed or donated afterwards."""
+    packed = store(packed_layout.pack(leaves, np), packed_layout, layout)
+    meter[HOST_LINK] += layout.bytes_here[0]
+    return packed
 
-    They may be changed or donated afterwards. A program moves arrays over the processes of a pod
-    that are not split as on the hosts.
+
+def store(values: Sequence[Any], packed_layout: Layout, layout: HostLayout) -> Packed:
+    """Copies buffers into host memory, shard by shard, without memory of the devices.
+
+    A program moves arrays over the processes of a pod that are not split as on the hosts.
     """
     stored, moved = [], []
-    rows = zip(packed_layout.pack(leaves, np), layout.on_host, layout.on_device, strict=True)
+    rows = zip(values, layout.on_host, layout.on_device, strict=True)
     for number, (value, host, device) in enumerate(rows):
         spans = isinstance(value, jax.Array) and not value.is_fully_addressable
         is_there = host is not None and _matches(value, device)
@@ -157,7 +163,6 @@ def pack_on_hosts(
         written = layout.part(moved).write([stored[number] for number in moved])
         for number, value in zip(moved, written, strict=True):
             stored[number] = value
-    meter[HOST_LINK] += layout.bytes_here[0]
     return Packed(packed_layout, tuple(stored))
 
 
@@ -200,11 +205,16 @@ def look(packed: Packed, layout: HostLayout, meter: Meter) -> list[Any]:
             (whole,) = layout.part((number,)).read([value])
             meter[HOST_LINK] += bytes_here(value)
             meter[DEVICE_LINK] += bytes_here(whole) - bytes_here(value)
-            leaf = _to_numpy(whole).reshape(device.shape)
+            leaf = in_device_shape(whole, device)
         else:
-            leaf = _to_numpy(value).reshape(-1)[: device.size].reshape(device.shape)
+            leaf = in_device_shape(value, device)
         buffers.append(leaf)
     return packed.layout.unpack(buffers)
+
+
+def in_device_shape(value: jax.Array, device: Buffer) -> np.ndarray:
+    """A buffer of this process as a numpy array, in the shape that it has on the devices."""
+    return _to_numpy(value).reshape(-1)[: device.size].reshape(device.shape)
 
 
 def _to_numpy(array: jax.Array) -> np.ndarray:
@@ -217,3 +227,8 @@ def _to_numpy(array: jax.Array) -> np.ndarray:
         twin = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
         whole[shard.index] = np.asarray(twin)
     return whole
+
+
+def to_host_bytes(leaves: Iterable[Any]) -> int:
+    """Bytes of leaves that numpy copies from the devices."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))

@@ -1,7 +1,7 @@
 """`Updates`: what `Variables.push` does with an update, as `Write` says.
 
 Updates are summed where they arrive, and every so many are written as one: added, or passed to an
-optimizer. That runs on the devices, or on the tasks or servers that hold the master copy.
+optimizer. That runs where the master copy lives, or where the placement of one in host memory says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from stepcache.variables import transfer
 from stepcache.variables.describing import Parameters, Placing
 from stepcache.variables.masters import Master, OnDevices, Reader, hold
 from stepcache.variables.packing import Packed, Slot, layout_of
-from stepcache.variables.policy import Read, Write
+from stepcache.variables.plan import HOST_LINK
+from stepcache.variables.policy import Read, Replicated, Write
 from stepcache.variables.transfer import Meter
 
 NONE_PENDING: tuple[int, list[Any]] = (0, [])
@@ -34,7 +35,8 @@ class Updates:
 
     def __init__(self, placing: Placing, write: Write):
         self._name, self._placing, self._write = placing.name, placing, write
-        self._run = _over_packed(_rule_of(write))
+        self._on_host = getattr(placing.placement, "update", None) == "host"
+        self._run = _over_packed(_rule_of(write), placed=not self._on_host)
         self.state: Master | None = None  # Of the optimizer; before the first push that needs it.
         # How many updates are pushed and not yet written, and their sum.
         self.pending: tuple[int, list[Any]] = NONE_PENDING
@@ -55,7 +57,7 @@ class Updates:
         self._make_ready(master, meter, is_last)
         # An update that leaves this process at once is not copied before.
         is_sent = master.applies_updates and is_last and not count
-        summed = list(leaves) if is_sent else self._summed(leaves, is_last)
+        summed = list(leaves) if is_sent else self._summed(leaves, meter, is_last)
         if is_last:
             self._write_sum(summed, master, meter)
         else:
@@ -92,12 +94,16 @@ class Updates:
                 self.pending = pending
             raise
 
-    def _summed(self, leaves: Sequence[Any], is_last: bool) -> list[Any]:
+    def _summed(self, leaves: Sequence[Any], meter: Meter, is_last: bool) -> list[Any]:
         """An update added to the pending ones, in memory of its own if it is not the last."""
-        new = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        count, before = self.pending
+        kinds, (count, before) = np.ndarray, self.pending
+        if self._on_host:
+            meter[HOST_LINK] += transfer.to_host_bytes(leaves)
+            kinds = np.ndarray | jax.Array
+        new = [np.array(leaf) if isinstance(leaf, kinds) else leaf for leaf in leaves]
         if count:
-            return [jnp.add(a, b) for a, b in zip(before, new, strict=True)]
+            add = np.add if self._on_host else jnp.add
+            return [add(a, b) for a, b in zip(before, new, strict=True)]
         if is_last:
             return new
         return [transfer.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in new]
@@ -105,9 +111,12 @@ class Updates:
     def _apply(self, update: Any, master: Any, meter: Meter) -> None:
         state, reader = self.state or _NO_STATE, Reader(current_reader(), carried=True)
         with self._computing():
-            taken = master.take(reader, meter), state.take(reader, meter)
-            value, new_state = self._run(*taken, update)
-            master.put(value, reader.session, meter)
+            taken = master.on_host() if self._on_host else master.take(reader, meter)
+            value, new_state = self._run(taken, state.take(reader, meter), update)
+            if self._on_host:
+                master.store(value)
+            else:
+                master.put(value, reader.session, meter)
         if new_state.layout is not state.layout:
             leaves = transfer.unpack(new_state)
             self.state = self.held_state(new_state.layout.tree.unflatten(leaves), master, meter)
@@ -116,6 +125,8 @@ class Updates:
 
     def _computing(self) -> contextlib.AbstractContextManager:
         """Context manager in which the optimizer runs."""
+        if self._on_host:
+            return jax.default_device(_host_device(self._name))
         placer = self._placing.placer
         return jaxcompat.tracing_context(placer.mesh if placer else None)
 
@@ -127,7 +138,10 @@ class Updates:
         if master.is_lost:
             zeros = [np.zeros(slot.shape, slot.dtype) for slot in layout.slots]
             master = OnDevices(transfer.pack(zeros, layout))
-        leaves = transfer.unpack(master.take(Reader(current_reader(), carried=True), meter))
+        if self._on_host:
+            leaves = list(map(np.asarray, master.leaves(meter)))
+        else:
+            leaves = transfer.unpack(master.take(Reader(current_reader()), meter))
         with self._computing():
             state = self._write.optimizer.init(layout.tree.unflatten(leaves))
         return self.held_state(state, master, meter)
@@ -142,7 +156,11 @@ class Updates:
         """A master copy of an optimizer's state, where the optimizer runs."""
         parameters = Parameters(self._placing.prefix, master.layout.slots)
         placing = self._placing._replace(name=f"{self._name}/optimizer")
-        return hold(placing, tree, Read(), meter, parameters)
+        if not self._on_host:
+            return hold(placing, tree, Read(), meter, parameters)
+        placing = placing._replace(placement=Replicated(), placer=None)
+        with jax.default_device(_host_device(self._name)):
+            return hold(placing, tree, Read(), meter, parameters)
 
     def forget_lost_state(self) -> None:
         """Drops a state that a failed push donated: the next push makes a new one."""
@@ -167,7 +185,7 @@ def _rule_of(write: Write) -> _Rule:
     return apply
 
 
-def _over_packed(rule: _Rule) -> Any:
+def _over_packed(rule: _Rule, *, placed: bool) -> Any:
     """A rule as a compiled program over packed values, which it donates."""
 
     def repacked(old: Packed, tree: Any) -> Packed:
@@ -177,8 +195,9 @@ def _over_packed(rule: _Rule) -> Any:
             slots = (Slot(s.path, x.shape, x.dtype, x.weak_type, s.sharding) for x, s in rows)
             layout = layout_of(layout.tree, tuple(slots))
         buffers = layout.pack(leaves)
-        pairs = zip(buffers, (buffer.sharding for buffer in layout.buffers), strict=True)
-        buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
+        if placed:
+            pairs = zip(buffers, (buffer.sharding for buffer in layout.buffers), strict=True)
+            buffers = [x if place is None else jax.device_put(x, place) for x, place in pairs]
         return Packed(layout, tuple(buffers))
 
     def run(value: Packed, state: Packed, update: Any) -> tuple[Packed, Packed]:
@@ -186,6 +205,18 @@ def _over_packed(rule: _Rule) -> Any:
         return repacked(value, new), repacked(state, new_state)
 
     return jaxcompat.jit(run, donate_argnums=(0, 1))
+
+
+def _host_device(where: str) -> Any:
+    """The device that computes in host memory."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        what = "the host cannot compute"
+        expected = "JAX's CPU backend beside that of the devices"
+        got = str(error).splitlines()[0]
+        hint = 'add cpu to JAX_PLATFORMS ("cuda,cpu"), or use OnHost(update="device")'
+        raise VariablesError(what, where=where, expected=expected, got=got, hint=hint) from None
 
 
 _NO_STATE = hold(Placing("nothing"), (), Read(), Meter())

@@ -370,8 +370,9 @@ def locked(items: Iterable[Any]) -> Iterator[None]:
     """
     variables = {item for item in items if isinstance(item, Variables)}
     in_order = sorted(variables, key=lambda each: each._number)
-    others = [each._master.lock for each in in_order if each._master.lock is not None]
-    yield from _holding([*(each._lock for each in in_order), *others])
+    targets = {each._master.target for each in variables} - {None}
+    locks = [each._lock for each in in_order]
+    yield from _holding(locks + [x.lock for x in sorted(targets, key=lambda x: x.number)])
 
 
 def _holding(locks: list[Any]) -> Iterator[None]:

@@ -111,7 +111,7 @@ SAVING = (
         else:
             sc.restore("params " + name, value=params)
             sc.restore("moments " + name, value=moments)
-            assert params.version == 3
+            assert params.version == 1
         say("losses", name + ":", run(params, moments, 3)) if not {steps} else None
 """
 )
@@ -141,6 +141,18 @@ def test_what_was_saved_goes_on_on_another_number_of_processes(
     for name in SAVED:
         expected = losses_of(whole, name)[3:]
         assert losses_of(restored[0], name) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_needs_the_whole_in_one_process_is_refused(shared_pod, tmp_path):
+    script = """
+    with sc.Session(mesh):
+        try:
+            sc.Variables(np.ones(8), placement=sc.OnHost(update="host"))
+        except sc.VariablesError as error:
+            say("refused", str(error).splitlines()[0])
+    """
+    for rank in succeeded(shared_pod(2).run(tmp_path, script)):
+        assert len(rank.said("refused")) == 1
 
 
 def test_all_processes_find_that_nothing_was_saved(shared_pod, tmp_path):
@@ -200,7 +212,7 @@ def add(state, batch):
 step = sc.step(add, carry="state", batch="batch")
 try:
     with sc.Session(mesh, agree_timeout=4):
-        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        state = sc.Variables(np.zeros(3, np.float32), name="state", placement=sc.{placement}())
         for number in range(8):
             state, total = step(state, np.ones(4, np.float32))
             float(total)
@@ -214,8 +226,10 @@ except sc.AgreementError as error:
 
 
 @pytest.mark.slow
-def test_a_rank_that_saves_alone_is_told_so(tmp_path):
-    ranks = run_pod(tmp_path, ALONE)
+@pytest.mark.parametrize("placement", ["Replicated", "OnHost"])
+def test_a_rank_that_saves_alone_is_told_so(placement, tmp_path):
+    """Before it gathers what lies on the hosts, where it would wait for the others."""
+    ranks = run_pod(tmp_path, ALONE.replace("{placement}", placement))
     seconds, said = ranks[0].said("refused")[0].split(" ", 1)
     assert 3 <= int(seconds) <= 6, ranks[0].output
     assert "rank 1 did not take part in the agreement on saving" in said

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
 import stepcache as sc
@@ -96,9 +97,11 @@ def test_a_lost_task_is_an_error_that_says_which_and_the_next_ones_work(target, 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_brings_back_what_lost_tasks_held(tmp_path):
+@pytest.mark.parametrize("write", [sc.Write(), sc.Write("apply", optimizer=optax.adam(0.1))])
+def test_a_checkpoint_brings_back_what_lost_tasks_held(write, tmp_path):
+    """What fails before that makes nothing of it, and leaves the checkpoint."""
     with sc.Session(target="local:1x1") as session:
-        state = sc.Variables(np.zeros(3, np.float32), name="state")
+        state = sc.Variables(np.zeros(3, np.float32), name="state", write=write)
         add(state, 1.0)
         sc.save(tmp_path / "saves", state=state)
         _, tasks = tasks_of(session)
@@ -107,6 +110,12 @@ def test_a_checkpoint_brings_back_what_lost_tasks_held(tmp_path):
             for _ in range(1000):
                 add(state, 1.0)
                 time.sleep(0.01)
+        with pytest.raises(sc.VariablesError, match="value is lost"):
+            sc.save(tmp_path / "saves", state=state)
+        with pytest.raises(sc.VariablesError, match="do not match"):
+            sc.restore(tmp_path / "saves", state=state, other=np.zeros(2))
+        with pytest.raises(sc.VariablesError, match="value is lost"):
+            _ = state.value
         sc.restore(tmp_path / "saves", state=state)
         np.testing.assert_array_equal(state.value, 1)
         add(state, 1.0)

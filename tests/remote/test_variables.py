@@ -102,7 +102,7 @@ def test_random_keys_and_narrow_types(session):
     assert variables.value["n"] == 5
 
 
-def test_a_checkpoint_of_the_tasks_is_restored_by_them_and_here(session, tmp_path):
+def test_a_checkpoint_of_the_tasks_is_restored_there_and_here(session, tmp_path):
     write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
     variables = sc.Variables(tree(), name="saved", write=write)
     variables.push(tree())
@@ -135,7 +135,7 @@ def test_to_wait_for_variables_is_to_wait_for_the_step_that_writes_them(session)
     )
     spin(variables)
     assert variables.block_until_ready() is variables
-    connection, run = variables._master._connection, variables._master._run
+    connection, run = variables._master._connection, max(variables._master._runs)
     assert run and connection.done >= run
 
 
@@ -190,6 +190,7 @@ def test_all_types_are_saved_and_restored_in_several_messages(
     monkeypatch.setattr(stepcache.remote.variables, "_BATCH_BYTES", batch_bytes)
     value = {
         "key": jax.random.key(7),
+        "key of another kind": jax.random.key(3, impl="rbg"),
         "keys": jax.random.split(jax.random.key(1), 2),
         "narrow": jnp.arange(4, dtype=jnp.bfloat16),
         "none": np.zeros((0, 3), np.float32),
@@ -201,7 +202,9 @@ def test_all_types_are_saved_and_restored_in_several_messages(
     variables = sc.Variables(value, name=f"of all types {batch_bytes}", placement=split)
     saving = sc.save(tmp_path, state=variables, step=2, asynchronous=True)
     others = {name: x[::-1] for name, x in value.items() if x.ndim}
-    variables.assign({**others, "key": jax.random.key(8), "number": np.int32(5)})
+    rbg = jax.random.key(4, impl="rbg")
+    others |= {"key": jax.random.key(8), "key of another kind": rbg, "number": np.int32(5)}
+    variables.assign(others)
     saving.wait()
     assert sc.restore(tmp_path, state=variables, step=0)["step"] == 2
     assert variables.version == 2
@@ -214,6 +217,42 @@ def test_all_types_are_saved_and_restored_in_several_messages(
     only_rows = sc.Variables({"rows": np.zeros((2, 4), np.float32)}, name=f"rows {batch_bytes}")
     sc.restore(tmp_path, partial=True, state=only_rows)
     assert only_rows.value["rows"].tolist() == value["rows"].tolist()
+
+
+def test_random_keys_that_a_step_returned_are_saved_and_restored(session, tmp_path):
+    keys = sc.step(lambda key: jax.random.split(key, 3))(jax.random.key(5))
+    sc.save(tmp_path, keys=keys, step=1)
+    expected = jax.random.key_data(jax.random.split(jax.random.key(5), 3))
+    for template in (keys, jax.random.split(jax.random.key(0), 3)):
+        found = sc.restore(tmp_path, keys=template, step=0)["keys"]
+        np.testing.assert_array_equal(jax.random.key_data(found), expected)
+
+
+def test_a_restore_that_is_interrupted_while_it_sends_changes_nothing(
+    session, tmp_path, monkeypatch
+):
+    write = sc.Write(mode="apply", optimizer=optax.adam(0.1))
+    both = [sc.Variables(tree(), name=f"interrupted {n}", write=write) for n in range(2)]
+    sc.save(tmp_path, a=both[0], b=both[1])
+    for each in both:
+        each.push(tree())
+    before = [each.value for each in both]
+    calls, put = [], stepcache.remote.variables._put
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return put(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stepcache.remote.variables, "_put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sc.restore(tmp_path, a=both[0], b=both[1])
+    assert len(calls) == 3 and [each.version for each in both] == [1, 1]
+    same([each.value for each in both], before)
+    sc.restore(tmp_path, a=both[0], b=both[1])
+    same([each.value for each in both], [tree(), tree()])
 
 
 def test_a_checkpoint_is_of_one_moment(session, tmp_path):

@@ -84,7 +84,7 @@ def test_restoring_is_one_more_write(tmp_path):
     assert young.version == 1
 
 
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
 def test_an_optimizer_goes_on_where_it_was(placement, tmp_path):
     def make(scale):
         write = sc.Write(mode="apply", optimizer=optax.adam(0.1))

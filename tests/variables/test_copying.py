@@ -47,7 +47,7 @@ def test_a_copy_has_the_same_value_and_place_and_neither_sees_the_others_writes(
     assert (one.version, other.version, step.stats().misses) == (3, 1, built)
 
 
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
 def test_pending_updates_and_optimizer_state_are_not_copied(placement):
     write = sc.Write(mode="apply", optimizer=optax.sgd(1.0, momentum=0.5), every=2)
     one = sc.Variables({"w": np.zeros(2, np.float32)}, placement=placement, write=write)

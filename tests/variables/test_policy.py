@@ -28,7 +28,6 @@ def test_every_legal_word_is_accepted(cache):
         (sc.Read, {"max_age": 2.0}, "max_staleness"),
         (sc.Read, {"route": "each"}, "crosses the host's link once"),
         (sc.Read, {"prefetch": True}, "max_staleness"),
-        (sc.OnHost, {"update": "host"}, "serve the variables"),
     ],
 )
 def test_an_option_that_is_gone_says_what_to_do(kind, gone, instead):
@@ -103,6 +102,7 @@ def test_what_write_accepts(write):
     [
         (lambda: sc.OnHost(on_device=sc.Replicated), "devices' own memories"),
         (lambda: sc.OnHost(on_device=sc.OnHost()), "devices' own memories"),
+        (lambda: sc.OnHost(update="gpu"), "unknown update"),
         (lambda: sc.Sharded([("kernel",)]), "a rule is a pair"),
         (lambda: sc.Sharded([("(", P())]), "does not compile"),
         (lambda: sc.Sharded(None), "Sharded"),
@@ -118,7 +118,7 @@ POLICIES = [
     sc.Replicated(),
     sc.Sharded([("kernel", P(None, "model"))]),
     sc.OnHost(),
-    sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))])),
+    sc.OnHost(on_device=sc.Sharded([("kernel", P("data"))]), update="host"),
     sc.Read(),
     sc.Read(cache="device", max_staleness=3),
     sc.Write(mode="add", every=2),
@@ -187,6 +187,7 @@ def test_variables_take_policies_and_nothing_else(option):
 
 IDLE = {
     "a copy of devices": ({"read": sc.Read(cache="device")}, sc.Replicated()),
+    "a late copy on the host": ({"read": sc.Read("device", max_staleness=1)}, sc.OnHost()),
     "a copy of split leaves": ({"read": sc.Read(cache="device")}, sc.Sharded([("w", P())])),
 }
 

@@ -553,7 +553,7 @@ def test_partial_takes_what_there_is_and_says_what_there_is_not(tmp_path, caplog
 
 
 @pytest.mark.sample(every=4)
-@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost()])
+@pytest.mark.parametrize("placement", [sc.Replicated(), sc.OnHost(), sc.OnHost(update="host")])
 @pytest.mark.parametrize("reader_is_fresh", [True, False])
 def test_a_save_before_the_first_push_is_restored(placement, reader_is_fresh, tmp_path):
     def make():

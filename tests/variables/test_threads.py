@@ -4,6 +4,7 @@ On one device: XLA on CPU can deadlock when threads launch programs over several
 plain `jax.jit` too.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from states import LARGE
 import stepcache as sc
 from stepcache.resident import runner
 from stepcache.variables.shares import HostLayout
+from stepcache.variables.variables import locked
 
 SMALL = (16, 8)
 LIMIT_SECONDS = 60
@@ -61,6 +63,23 @@ def together(*works) -> None:
     assert not any(thread.is_alive() for thread in threads), "stuck"
     if errors:
         raise errors[0]
+
+
+def test_locks_of_tasks_are_taken_in_one_order():
+    """By the number of the tasks, whatever the order of the variables."""
+    taken = []
+
+    @contextlib.contextmanager
+    def lock(number):
+        taken.append(number)
+        yield
+
+    targets = [type("Tasks", (), {"number": n, "lock": lock(n)})() for n in range(2)]
+    made = [sc.Variables(np.ones(1)) for _ in range(3)]
+    for each, target in zip(made, (targets[1], targets[0], targets[1]), strict=True):
+        each._master.target = target
+    with locked(made):
+        assert taken == [0, 1]
 
 
 @pytest.mark.sample(every=2)

@@ -17,6 +17,7 @@ RULES = [("w$", P("data"))]
 PLACEMENTS = {
     "on the devices": sc.Replicated(),
     "on the host": sc.OnHost(),
+    "on the host, computed there": sc.OnHost(update="host"),
     "sharded": sc.Sharded(RULES),
     "on the host, sharded": sc.OnHost(on_device=sc.Sharded(RULES)),
 }
@@ -224,6 +225,21 @@ def test_moments_take_the_type_that_gradients_give_them(session, placement, pack
         for each in (variables, again):
             each.push(tree(0.4))
         jax.tree.map(np.testing.assert_array_equal, variables.value, again.value)
+
+
+def test_a_restored_state_lies_where_the_optimizer_runs(tmp_path):
+    def made():
+        write = sc.Write(mode="apply", optimizer=optax.adam(1e-2))
+        return sc.Variables(tree(), placement=sc.OnHost(update="host"), write=write)
+
+    with jax.default_device(jax.devices()[3]):
+        saved, restored = made(), made()
+        saved.push(tree())
+        sc.save(tmp_path, value=saved)
+        sc.restore(tmp_path, value=restored)
+    for each in (saved, restored):
+        devices = [array.devices() for array in each._updates.state.arrays()]
+        assert devices == [{jax.devices("cpu")[0]}] * 5
 
 
 def test_a_session_reads_what_it_pushed(one_device_mesh):
