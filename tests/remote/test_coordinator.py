@@ -391,7 +391,7 @@ def test_messages_survive_their_encoding_in_any_pieces():
     assert len(COMMANDS) == 7
 
 
-def header(kind=Kind.RUN, magic=b"sc", version=4, client=0, body_bytes=0, blob_bytes=0):
+def header(kind=Kind.RUN, magic=b"sc", version=5, client=0, body_bytes=0, blob_bytes=0):
     return struct.pack("<2sBBIIIIQQ", magic, version, kind, client, 0, body_bytes, blob_bytes, 0, 0)
 
 
