@@ -41,10 +41,12 @@ def evaluate(params, batch):
 
 mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
 trainer, reader, pushed = sc.Session(mesh), sc.Session(mesh), jax.device_get(char_lm.params)
-directory = tempfile.mkdtemp()  # The server is a process of its own, which applies the updates.
-process = subprocess.Popen([sys.executable, "-m", "stepcache", "serve", "--variables", directory])
+place = tempfile.TemporaryDirectory()  # Of a process of its own, which applies the updates.
+command = [sys.executable, "-m", "stepcache", "serve", "--variables", place.name]
+process = subprocess.Popen(command)
+atexit.register(process.wait)  # After this:
 atexit.register(process.terminate)
-server = sc.connect(f"local:{directory}")
+server = sc.connect(f"local:{place.name}")
 half = len(text := char_lm.read_text()) // 2
 training = char_lm.batches(text[:half], np.random.default_rng(0))
 held_out = next(char_lm.batches(text[half:], np.random.default_rng(0)))

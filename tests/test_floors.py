@@ -52,7 +52,7 @@ SIZES = {
     "deployment cli modules nnx equinox": 2_557,
     "report": 2_254,
     "engine dispatcher": 600,
-    "serving remote": 10_370,
+    "serving remote": 10_356,
     "programs": 3_020,
     "calls": 2_197,
     "variables resident": 3_094,  # With checkpoints 3,894; at most 3,900.

@@ -122,11 +122,6 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Notes that a step has taken it."""
         self._is_held = False
 
-    @property
-    def run(self) -> int:
-        """The number of the run that makes it."""
-        return self._run
-
     def ref(self, run: int) -> list[Any]:
         """Returns how run `run` names the array."""
         self._check_not_lost()

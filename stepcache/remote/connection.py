@@ -38,7 +38,7 @@ class Connection(Link):
         self._freed_bytes = 0
         self.sent_bytes = {"runs": 0, "values": 0, "other": 0}
         super().__init__(*args, **options)
-        self.on_restart.append(self._freed.clear)
+        self.on_restart += [self._freed.clear, self._unexplained.clear]
 
     def run(
         self,

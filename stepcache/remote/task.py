@@ -239,8 +239,11 @@ class Task:
         if about["from"] == 1 and jax.process_index():
             return  # All tasks have the whole of it.
         values, rows = Values(self._pool), []
-        look_up = self._found(message)
-        found = [each for ref in about["refs"] for each in look_up(ref)]
+        where = message.client, message.value
+        found = [each for ref in about["refs"] for each in self._arrays.look_up(*where, ref)]
+        for each in found:
+            if isinstance(each, Failed):
+                raise RunFailed(each.why)
         jax.block_until_ready(found)  # JAX ends the process that reads what a step failed to make.
         for index, array in enumerate(() if about["only_look"] else found):
             rows += [[index, bounds, values.add(data)] for bounds, data in _own_shards(array)]
@@ -250,18 +253,6 @@ class Task:
         sent[message.number] = values.kept
         body = packed(rows=rows, **values.fields)
         self._send(Message(Kind.DATA, message.client, 0, message.number, 0, body, values.blob))
-
-    def _found(self, message: Message) -> Callable[[Any], list[Any]]:
-        """Returns what finds arrays for a command, given how its body names them."""
-
-        def find(ref: Any) -> list[Any]:
-            found = self._arrays.look_up(message.client, message.value, ref)
-            for each in found:
-                if isinstance(each, Failed):
-                    raise RunFailed(each.why)
-            return found
-
-        return find
 
 
 def _of_key_data(sharding: Any) -> Any:

@@ -119,7 +119,7 @@ class RemoteMaster(Master):
             connection.command(Kind.BIND, self.number, now, refs=refs)
             for array in arrays:
                 array.donated()
-            self._runs = tuple({array.run for array in arrays})
+            self._runs = tuple({now - ago for _, ago, *_ in refs})
 
     def block_until_ready(self) -> None:
         self._connection.wait(max(self._runs, default=0), self._incarnation)

@@ -20,7 +20,7 @@ from stepcache.resident.call import ResidentCall
 from stepcache.resident.form import Form
 from stepcache.resident.passing import NOT_A_HIT
 from stepcache.variables.packing import Packed
-from stepcache.variables.variables import locked
+from stepcache.variables.variables import holding
 
 _AGAIN = SimpleNamespace(packed=SimpleNamespace(buffers=()))
 """In the place of the master where variables come again: their argument is empty there."""
@@ -50,7 +50,8 @@ def plan_of(
     count, names, carried = len(args), kwargs.keys(), call.carried
     masters = [each._master for each in call.variables]
     in_order = sorted(call.variables, key=lambda each: each._number)
-    first, last, are_few = in_order[0]._lock, in_order[-1]._lock, len(masters) <= 2
+    locks, are_few = [each._lock for each in in_order], len(masters) <= 2
+    first, last = locks[0], locks[-1]
     over_buffers = engine.dispatcher.call
     are_arguments = all(
         isinstance(place.key, int) and treedef_is_leaf(place.tree) for place in form.places
@@ -99,7 +100,7 @@ def plan_of(
             if getattr(found[at], "_master", None) is not master:
                 return other(*args, **kwargs)
         out: Any = NOT_A_HIT
-        with first, last if are_few else locked(found):
+        with first, last if are_few else holding(locks):
             try:
                 if are_arguments:
                     passed, named = [*args], kwargs

@@ -31,6 +31,7 @@ from stepcache.variables.shares import HostLayout, host_layout
 from stepcache.variables.transfer import Meter
 
 LOST = "the value is lost"
+_NO_COPY = -1, None
 
 
 class Reader(NamedTuple):
@@ -198,22 +199,17 @@ class InHostMemory(Master):
     def __init__(self, packed: Packed, host_layout: HostLayout, policy: Read):
         super().__init__(packed)
         self.host_layout, self._policy = host_layout, policy
-        self._copy: tuple[int, Packed] | None = None  # On the devices, of a version.
+        self._copy: tuple[int, Any] = _NO_COPY  # A version, and a copy of it on the devices.
 
     def plan_take(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:
         devices = max((len(home.device_set) for home in self.host_layout.homes), default=1)
         once = f"the value crosses the host's link once, not {devices} times"
         chosen = "there is one device" if devices == 1 else once
         way, why, moved = "gather", chosen, links(*self.host_layout.bytes)
-        if self._is_copied:
+        if self._copy[0] == self.version:
             way, why, moved = "none", f"a copy of version {self.version} is there", ()
         there = (variable, self.version, "host", "devices", way, why, reader.arguments, moved)
         return (Transfer(*there),)
-
-    @property
-    def _is_copied(self) -> bool:
-        """Whether there is a copy of the current version."""
-        return self._copy is not None and self._copy[0] == self.version
 
     def _keep(self, packed: Packed) -> None:
         if self._policy.cache is not None:
@@ -240,15 +236,15 @@ class InHostMemory(Master):
             self.fetches += 1
             meter.read(self.host_layout)
             return Packed(self.host_layout, self.packed.buffers)
-        if self._copy is not None and self._is_copied:
-            _, packed = self._copy
+        version, packed = self._copy
+        if version == self.version:
             self.hits += 1
         else:
             packed = transfer.read(self.packed, self.host_layout, meter)
             self.fetches += 1
             self._keep(packed)
         if reader.carried:
-            self._copy = None  # The program will donate it.
+            self._copy = _NO_COPY  # The program will donate it.
         return packed
 
     def plan_put(self, variable: str, reader: Reader) -> tuple[Transfer, ...]:

@@ -383,6 +383,9 @@ def _holding(locks: list[Any]) -> Iterator[None]:
         yield
 
 
+holding = contextlib.contextmanager(_holding)  # Some locks, which are in order.
+
+
 def check_tree(tree: Any, peers: Peers | None, about: str) -> None:
     """Raises `AgreementError` if replicas of values in a tree differ, on devices or processes."""
 

@@ -187,6 +187,10 @@ with session:
         sc.save("file", params=params)
     except sc.VariablesError as error:
         say("refused", "could not be written" in str(error))
+    try:
+        sc.save("saves", params=params, one=np.ones(2) if RANK == 0 else "no array", step=4)
+    except sc.VariablesError as error:
+        say("differs", "a leaf is not an array" in str(error))
     params.assign({{"w": values(0.0)}})
     found = sc.restore("saves", params=params, plain=values(0.0), numpy=np.zeros(2),
                        local=jnp.zeros(2, int), step=0)
@@ -201,7 +205,7 @@ with session:
 @pytest.mark.parametrize("inside", [True, False])
 def test_several_things_are_saved_together(shared_pod, inside, tmp_path):
     for rank in succeeded(shared_pod(2).run(tmp_path, TOGETHER.format(inside=inside))):
-        assert rank.said("refused") == ["True"], rank.output
+        assert rank.said("refused") == rank.said("differs") == ["True"], rank.output
         assert rank.said("restored") == ["3 1.0 3.0 [3 3] [1. 1.]"], rank.output
         assert rank.said("left") == ["step_00000002 step_00000003"], rank.output
 

@@ -241,7 +241,7 @@ def test_a_restore_that_is_interrupted_while_it_sends_changes_nothing(
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 4:  # The last one: a value and a state of each.
             raise KeyboardInterrupt
         return put(*args)
 
@@ -249,7 +249,7 @@ def test_a_restore_that_is_interrupted_while_it_sends_changes_nothing(
         patch.setattr(stepcache.remote.variables, "_put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sc.restore(tmp_path, a=both[0], b=both[1])
-    assert len(calls) == 3 and [each.version for each in both] == [1, 1]
+    assert len(calls) == 4 and [each.version for each in both] == [1, 1]
     same([each.value for each in both], before)
     sc.restore(tmp_path, a=both[0], b=both[1])
     same([each.value for each in both], [tree(), tree()])
